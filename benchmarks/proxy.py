@@ -36,7 +36,7 @@ from tinkercloud.proxy.upstream import UpstreamAddress
 from tinkercloud.weights.huggingface import ensure_hf_folder
 
 DTYPE = "bfloat16"
-TOKENS, REPEATS, MOST_DRAFTED = 192, 3, 128
+TOKENS, REPEATS, MOST_DRAFTED = 192, 2, 128
 POOL_DRAFTED, POOL_TOKENS, POOL_REPEATS = 5, 128, 1
 SLOW_LINK, NEAR_LINK = Link(delay_s=0.04, bytes_per_s=12.5e6), Link(0.01, 12.5e6)
 POOL_AHEAD = 1.5
@@ -243,7 +243,7 @@ async def main() -> None:
 ABOUT = """\
 SmolLM2-135M-Instruct in {dtype}; one request at a time, greedy, {tokens} tokens that continue JSON,
 code or arithmetic, through OpenAI's client: to the target, and to `tinkercloud proxy` before it
-with `--draft suffix --drafted-tokens {most}`, in alternating runs; the best of each counts.
+with `--draft suffix --drafted-tokens {most}`, in alternating runs; the better one of each counts.
 The texts are compared before a speed is reported. Our server runs with `--speculate off`: with its
 default it drafts like this itself, and needs no proxy. *tokens a round*: accepted ones and the
 target's own.
