@@ -37,7 +37,7 @@ from tinkercloud.weights.huggingface import ensure_hf_folder
 
 DTYPE = "bfloat16"
 TOKENS, REPEATS, MOST_DRAFTED = 192, 2, 128
-POOL_DRAFTED, POOL_TOKENS, POOL_REPEATS = 5, 128, 1
+POOL_DRAFTED, POOL_TOKENS, POOL_REPEATS, POOL_WARM_UP = 5, 128, 1, 24
 SLOW_LINK, NEAR_LINK = Link(delay_s=0.04, bytes_per_s=12.5e6), Link(0.01, 12.5e6)
 POOL_AHEAD = 1.5
 QUICK_TOKENS, QUICK_REPEATS = 32, 1
@@ -159,8 +159,11 @@ async def measured_pool(
         for repeat, which in alternating((0, 1), POOL_REPEATS):
             pool.serve((ALONE, DRAFTED)[which])
             async with pool_client(pool.base_url, bool(which)) as client:
+                model, best_s = (ALONE, DRAFTED)[which], loads[0].best[which]
+                await loads[0].run(which, client, model, POOL_WARM_UP)
+                loads[0].best[which] = best_s
                 for load in loads:
-                    await load.run(which, client, (ALONE, DRAFTED)[which], tokens)
+                    await load.run(which, client, model, tokens)
             print(name, repeat, which, [load.best for load in loads], file=sys.stderr, flush=True)
         version = pool.version
     for load in loads:
@@ -249,10 +252,10 @@ default it drafts like this itself, and needs no proxy. *tokens a round*: accept
 target's own.
 
 *pool*: llama.cpp with two workers of one thread each on this machine, in Q4_1, every link of them
-with that delay and 100 Mbit/s, `output: coordinator` and `flash_attention: false`; {pool_tokens}
-tokens, one run each; *alone* without a draft, and *proxy* before the same pool with `draft: suffix`
-and `drafted_tokens: {pool}`, which llama-server verifies itself. That number has the fewest passes
-for its rows on these texts. {left}
+with that delay and 100 Mbit/s, `output: coordinator`; {pool_tokens} tokens, one run each after a
+short one; *alone* without a draft, and *proxy* before the same pool with `draft: suffix` and
+`drafted_tokens: {pool}`, which llama-server verifies itself. That number has the fewest passes for
+its rows on these texts. {left}
 """
 
 if __name__ == "__main__":

@@ -85,7 +85,6 @@ def throttled_pool(
             workers.append({"name": f"w{number}", "start": "by_hand", "port": near, "gpus": gpus})
         model = {"name": ALONE, "path": str(gguf.absolute()), "context": 2048, "parallel": 1}
         model |= {"tensor_split": [1.0] * NUM_WORKERS, "output": "coordinator"}
-        model["flash_attention"] = False
         drafted = {"name": DRAFTED, "draft": "suffix", "drafted_tokens": drafted_tokens}
         coordinator = {"port": free_port(), "llama_server": str(server), "threads": 1}
         file = folder / "pool.yaml"

@@ -23,7 +23,8 @@ pytestmark = [
 MOST_TRAININGS = 12
 
 
-def samples(sampler: tinker.SamplingClient, seed: int) -> list[tuple[list[int], list[float] | None]]:
+def samples(sampler: tinker.SamplingClient, seed: int) -> list[Any]:
+    """Tokens and log-probabilities."""
     params = tinker.SamplingParams(max_tokens=64, temperature=0.5, stop=[], seed=seed)
     prompt = tinker.ModelInput.from_ints(list(range(20 + seed, 32 + seed)))
     answer = sampler.sample(prompt, num_samples=4, sampling_params=params).result()
@@ -55,18 +56,18 @@ def test_what_is_learned_reaches_the_worker_and_one_that_comes_back(
             service = tinker.ServiceClient()
             sampler = service.create_sampling_client(base_model="m").result()
 
-            def sent() -> str:
-                told = ApiClient(server.base_url, server.api_key).get("/health")
-                drafter = told["speculation"]["m"]["drafter"]
-                return drafter["workers"][f"127.0.0.1:{port}"]["weights"]
-
             before = samples(sampler, 0)
             with ApiClient(server.base_url, server.api_key) as client:
+
+                def sent() -> str:
+                    drafter = client.get("/health")["speculation"]["m"]["drafter"]
+                    return drafter["workers"][f"127.0.0.1:{port}"]["weights"]
+
                 for number in range(1, MOST_TRAININGS):
                     samples(sampler, number)
                     if "it is drafted with" in DraftTrainer.ask(client, "m").outcome():
                         break
-            digest = awaited(sent)
+                digest = awaited(sent)
             line = f"drafts with weights {digest}"
             assert samples(sampler, 0) == before
             awaited(lambda: line in (first / "worker.log").read_text())

@@ -30,7 +30,7 @@ def model(**settings: object) -> Model:
 def file(num_layers: int = 8) -> ModelFile:
     return ModelFile(
         "M", "llama", (10 * MIB,) * num_layers, 4 * MIB, 20 * MIB, 18 * MIB, (256,) * num_layers,
-        heads=4, vocabulary=1000, hidden=64, feed_forward=128, trained_context=2048,
+        vocabulary=1000, hidden=64, feed_forward=128, trained_context=2048,
         quantizations={},
     )  # fmt: skip
 
@@ -118,16 +118,6 @@ def test_logits_on_the_coordinator_are_on_no_device() -> None:
     assert plan.lines()[-1].split()[:4] == ["coordinator/CPU", "logits", "20.0", "MiB"]
     lines = plan_layers(file(), on_last, devices(300, 100), 0).lines()
     assert not any(line.startswith("coordinator") for line in lines)
-
-
-def test_scores_of_plain_attention_are_counted_on_each_device() -> None:
-    flash, plain = model(), model(flash_attention=False)
-    with_flash, without = (plan_layers(file(), m, devices(200, 200), 0) for m in (flash, plain))
-    scores = 4 * 512 * 1024 * 4
-    more = [
-        b.num_bytes - a.num_bytes for a, b in zip(with_flash.shares, without.shares, strict=True)
-    ]
-    assert more == [scores, scores]
 
 
 def test_a_smaller_cache_leaves_room() -> None:

@@ -55,7 +55,6 @@ def pool(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     alone = split | {"name": "alone", "tensor_split": [1, 0, 0]}
     free = {key: value for key, value in split.items() if key != "tensor_split"} | {"name": "free"}
     drafted = split | {"name": "drafted", "output": "coordinator", "draft": "suffix"}
-    drafted |= {"flash_attention": False}
     lent = {"gpus": [{"device": "CPU", "memory": "500MiB"}], "rpc_server": rpc, "threads": 1}
     pool = write_pool(
         tmp_path_factory.mktemp("pool"),

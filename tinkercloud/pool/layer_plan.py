@@ -108,8 +108,6 @@ def plan_layers(
     another number of devices."""
     units = unit_bytes(file, model)
     fixed_bytes = reserve_bytes + file.compute_bytes(model.ubatch)
-    if not model.flash_attention:
-        fixed_bytes += file.scores_bytes(model.ubatch, model.context)
     rooms = [max(0, device.memory_bytes - fixed_bytes) for device in devices]
     if model.tensor_split is None:
         counts = balanced_counts(units, rooms)

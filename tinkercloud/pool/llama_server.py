@@ -7,7 +7,7 @@ import httpx
 from tinkercloud.pool.child_process import ChildProcess
 from tinkercloud.pool.drafting import draft_arguments
 from tinkercloud.pool.layer_plan import Device, LayerPlan
-from tinkercloud.pool.pool_file import Coordinator, Model
+from tinkercloud.pool.pool_file import Coordinator
 
 FLAGS = (
     *("--alias", "--ctx-size", "--parallel", "--kv-unified", "--ubatch-size", "--fit"),
@@ -35,7 +35,7 @@ def server_command(program: Path, coordinator: Coordinator, plan: LayerPlan) -> 
     # Else keys and values of the prompt before, megabytes, come back over the network.
     command += ["--cache-ram", "0"]
     command += ["--cache-type-k", model.cache_type, "--cache-type-v", model.cache_type]
-    command += ["--flash-attn", _flash_attention(model)]
+    command += ["--flash-attn", "on" if model.cache_type != "f16" else "auto"]
     command += ["--n-gpu-layers", str(sum(each.num_units for each in offloaded))]
     if endpoints:
         command += ["--rpc", ",".join(endpoints)]
@@ -85,12 +85,6 @@ class LlamaServer:
     def end(self) -> None:
         self._http.close()
         self._process.end()
-
-
-def _flash_attention(model: Model) -> str:
-    if not model.flash_attention:
-        return "off"
-    return "on" if model.cache_type != "f16" else "auto"
 
 
 def _is_own_cpu(device: Device) -> bool:

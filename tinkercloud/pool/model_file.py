@@ -20,7 +20,7 @@ class ModelFile:
     """layer_bytes: of the weights of each layer; output_bytes: of what follows the last one,
     logits_matrix_bytes of them of the matrix of logits; input_bytes: of the embedding, which stays
     on the coordinator. cache_width: numbers of keys and
-    values that each layer keeps for a token. heads: of a layer's queries, at most."""
+    values that each layer keeps for a token."""
 
     name: str
     architecture: str
@@ -29,7 +29,6 @@ class ModelFile:
     output_bytes: int
     logits_matrix_bytes: int
     cache_width: tuple[int, ...]
-    heads: int
     vocabulary: int
     hidden: int
     feed_forward: int
@@ -52,10 +51,6 @@ class ModelFile:
         """Of activations on a device without the output: float32, `ubatch` rows of what a layer
         has alive at a time; llama.cpp was measured to take less."""
         return 4 * ubatch * (6 * self.hidden + 3 * self.feed_forward)
-
-    def scores_bytes(self, ubatch: int, context: int) -> int:
-        """Of the scores of plain attention, beside the activations."""
-        return 4 * ubatch * context * self.heads
 
     def logits_bytes(self, ubatch: int) -> int:
         return 4 * ubatch * self.vocabulary
@@ -90,7 +85,6 @@ def read_model_file(path: Path) -> ModelFile:
         output_bytes=output,
         logits_matrix_bytes=matrix,
         cache_width=tuple(_cache_widths(metadata, architecture, hidden, num_layers, path)),
-        heads=_number(metadata, f"{architecture}.attention.head_count", path),
         vocabulary=len(vocabulary) if isinstance(vocabulary, list) else 0,
         hidden=hidden,
         feed_forward=_largest(metadata.get(f"{architecture}.feed_forward_length"), 4 * hidden),

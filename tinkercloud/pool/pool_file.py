@@ -140,8 +140,6 @@ class Model(_Part):
     """context: tokens that the cache of keys and values holds, of all requests together.
     tensor_split: layers of each device in the order of `tinkercloud pool plan`, in proportion.
     output "coordinator": the matrix of logits stays there, so that no logits cross the network.
-    flash_attention False: else llama-server asks workers for sizes whenever a pass has another
-    number of tokens than the one before, as it has with drafts; plain attention takes more memory.
     draft: the GGUF file of a smaller model that drafts, or SUFFIX: a sample's own text does."""
 
     name: Name
@@ -152,7 +150,6 @@ class Model(_Part):
     cache_type: Literal["f16", "q8_0", "q4_0"] = "f16"
     tensor_split: tuple[Annotated[float, Field(ge=0)], ...] | None = None
     output: Literal["coordinator"] | None = None
-    flash_attention: bool = True
     draft: Literal["suffix"] | Path | None = None
     drafted_tokens: Annotated[int, Field(ge=1, le=64)] = 8
 
@@ -160,10 +157,6 @@ class Model(_Part):
     def _check(self) -> Self:
         if self.tensor_split is not None and sum(self.tensor_split) <= 0:
             raise ValueError("tensor_split adds up to nothing; give each device its share")
-        if not self.flash_attention and self.cache_type != "f16":
-            raise ValueError(
-                f"flash_attention: false goes with cache_type f16, not {self.cache_type}"
-            )
         return self
 
 

@@ -1,5 +1,6 @@
 """Whatever workers elsewhere do, samples are those without drafts."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -62,7 +63,8 @@ def test_a_thousand_schedules_change_nothing(store: ModelStore, base: str, hundr
     first = 1000 + 100 * hundred
     seeds = range(first, first + 100)
     num_faults, num_accepted = schedules(store, base, seeds)
-    print(f"{len(seeds)} schedules: {num_faults} faults, {num_accepted} drafted tokens accepted")
+    told = f"{len(seeds)} schedules: {num_faults} faults, {num_accepted} drafted tokens accepted"
+    sys.stdout.write(told)  # which pytest -rP shows
     assert num_faults > 600
     assert num_accepted > 1200
 
