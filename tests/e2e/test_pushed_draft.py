@@ -12,8 +12,8 @@ import tinker
 from tests import serving
 from tests.e2e.test_draft_worker import LIMIT_S, draft_worker
 from tests.embedded.tiny import write_tiny_model
-from tinkercloud.commands.talks.api_client import ApiClient
-from tinkercloud.commands.talks.draft_trainer import DraftTrainer
+from tinkercloud.commands.generation.api_client import ApiClient
+from tinkercloud.commands.generation.draft_trainer import DraftTrainer
 from tinkercloud.embedded.forward import runners
 
 pytestmark = [
