@@ -147,6 +147,11 @@ class TestOfTheEmbeddedBackend:
         facts = laptop_facts() | {"engine": {"error": "ended with status -4"}}
         assert line(target, facts, "device").blocks
 
+    @pytest.mark.parametrize(("fact", "name"), [("engine", "device"), ("deviation", "exactness")])
+    def test_a_probe_that_is_late_may_be_so_on_a_busy_machine(self, target, fact, name):
+        facts = laptop_facts() | {fact: {"error": "no answer within 120 s"}}
+        assert line(target, facts, name).finding.remedy.startswith("a busy machine may only be late")
+
     @pytest.mark.parametrize(
         ("changes", "name", "remedy"),
         [

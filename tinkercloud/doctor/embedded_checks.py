@@ -1,5 +1,6 @@
 """Checks of what the embedded backend computes on, of its memory, and of the models to serve."""
 
+from tinkercloud.doctor.facts import NO_ANSWER
 from tinkercloud.doctor.finding import GIB, Facts, Finding, unknown
 from tinkercloud.doctor.target import Target
 
@@ -11,11 +12,18 @@ def device(target: Target, facts: Facts) -> Finding:
     if "error" in answer:
         if "error" in facts["torch"]:
             return unknown("torch")
-        return Finding("missing", answer["error"], "the embedded engine must start on this machine")
+        remedy = _remedy(answer["error"], "the embedded engine must start on this machine")
+        return Finding("missing", answer["error"], remedy)
     if answer["device"] == "cuda":
         gpu = answer["gpu"]
         return Finding("ok", f"{gpu['name']}, {gpu['total_bytes'] / GIB:.0f} GiB")
     return Finding("ok", f"CPU, {answer['cores']} cores")
+
+
+def _remedy(error: str, remedy: str) -> str:
+    """Kernels are compiled at their first use, which takes minutes where others compute too."""
+    late = "a busy machine may only be late, run it again; " if NO_ANSWER in error else ""
+    return late + remedy
 
 
 def processor(target: Target, facts: Facts) -> Finding:
@@ -63,7 +71,8 @@ def exactness(target: Target, facts: Facts) -> Finding:
     if "error" in answer:
         if "error" in facts["torch"]:
             return unknown("torch")
-        return Finding("warning", answer["error"], "sampling and training must work here")
+        remedy = _remedy(answer["error"], "sampling and training must work here")
+        return Finding("warning", answer["error"], remedy)
     promised, largest = answer["promised"], answer["largest"]
     if promised and largest == 0:
         fact = f"promised; {answer['tokens']} tokens of a tiny model are equal to the bit"

@@ -15,6 +15,7 @@ from tinkercloud.doctor.requirements import requirements
 from tinkercloud.doctor.target import Target
 
 PROBES = Path(__file__).with_name("probes.py")
+NO_ANSWER = "no answer within"
 IMPORTS = {  # what is imported -> its distribution
     "apex.optimizers": "apex",
     "flash_attn": "flash-attn",
@@ -85,7 +86,7 @@ def run(python: str, arguments: Sequence[str], timeout_s: float) -> dict[str, An
         try:
             out, err = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return {"error": f"no answer within {timeout_s:.0f} s"}
+            return {"error": f"{NO_ANSWER} {timeout_s:.0f} s"}
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
