@@ -65,7 +65,8 @@ class TrainingScene:
     def _capture(self) -> str | None:
         for capture in self._listed("/api/v1/captures", "captures"):
             path = f"/api/v1/captures/{capture['capture_id']}/trajectories"
-            if any(each["reward"] for each in self._listed(path, "trajectories")):
+            rewards = [each["reward"] for each in self._listed(path, "trajectories")]
+            if None not in rewards and any(rewards):  # all are there, and not all are 0
                 return capture["capture_id"]
         return None
 
