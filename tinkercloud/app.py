@@ -19,12 +19,12 @@ from tinkercloud.errors import (
     TinkercloudError,
 )
 from tinkercloud.routers import ROUTERS
-from tinkercloud.routers.body_budget import BodyBudget
 from tinkercloud.routers.deps import json_answer
-from tinkercloud.routers.error_forms import error_answer, retry_headers
-from tinkercloud.routers.json_route import InvalidBody
-from tinkercloud.routers.middleware import Authenticator, AuthMiddleware
-from tinkercloud.routers.request_body import BodyMiddleware
+from tinkercloud.routers.http.body_budget import BodyBudget
+from tinkercloud.routers.http.error_forms import error_answer, retry_headers
+from tinkercloud.routers.http.json_route import InvalidBody
+from tinkercloud.routers.http.middleware import Authenticator, AuthMiddleware
+from tinkercloud.routers.http.request_body import BodyMiddleware
 from tinkercloud.services.common.bodies import fault_text
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.wiring import Stores, build_services

@@ -11,7 +11,7 @@ import zstandard
 
 from tests.api.harness import Api, serving
 from tinkercloud.errors import PayloadTooLarge, TooManyRequests
-from tinkercloud.routers.body_budget import FREE_BYTES, BodyBudget
+from tinkercloud.routers.http.body_budget import FREE_BYTES, BodyBudget
 
 MIB = 1024**2
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tinkercloud.errors import PayloadTooLarge
-from tinkercloud.routers.json_route import MAX_JSON_BYTES, MAX_TRAINING_JSON_BYTES
+from tinkercloud.routers.http.json_route import MAX_JSON_BYTES, MAX_TRAINING_JSON_BYTES
 from tinkercloud.services.common.bodies import parse_json
 from tinkercloud.services.common.body_parser import BodyParser
 

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Depends, Request, Response
 
 from tinker_gmi.types import AuthTokenRequest, AuthTokenResponse
 from tinkercloud.routers.deps import ReaderDep, ServicesDep, UserDep, answer
-from tinkercloud.routers.json_route import JsonRoute
-from tinkercloud.routers.middleware import credential_of
+from tinkercloud.routers.http.json_route import JsonRoute
+from tinkercloud.routers.http.middleware import credential_of
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

@@ -14,8 +14,8 @@ from tinkercloud.errors import NotFound, TinkercloudError
 from tinkercloud.event_stream import EventStream, server_sent, while_connected
 from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import ReaderDep, ServicesDep, UserDep, json_answer
-from tinkercloud.routers.error_forms import ANTHROPIC_API, error_answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.error_forms import ANTHROPIC_API, error_answer
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.chats.chat_service import ChatRun
 from tinkercloud.services.container import Services
 

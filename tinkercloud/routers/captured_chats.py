@@ -14,7 +14,7 @@ from tinkercloud.openai_api.models import model_json
 from tinkercloud.routers.anthropic import answer_message
 from tinkercloud.routers.capture_hooks import PathHooksDep
 from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.routers.openai import answer_chat
 
 router = APIRouter(prefix="/captures/{capture_id}", route_class=JsonRoute)

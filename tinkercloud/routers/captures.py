@@ -21,7 +21,7 @@ from tinkercloud.routers.deps import (
     UserDep,
     json_answer,
 )
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.captures.capture_recorder import TurnPlace
 from tinkercloud.services.captures.capture_results import DatumQuery, TrajectoryQuery
 from tinkercloud.services.captures.capture_service import capture_json

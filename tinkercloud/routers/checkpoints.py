@@ -4,7 +4,7 @@ from fastapi import APIRouter, Response
 
 from tinker_gmi.types import SaveWeightsForSamplerRequest, SaveWeightsRequest, WeightsInfoRequest
 from tinkercloud.routers.deps import ReaderDep, ServicesDep, UserDep, answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

@@ -20,7 +20,7 @@ from tinkercloud.routers.deps import (
     UserDep,
     json_answer,
 )
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.routers.openai import answer_chat
 from tinkercloud.services.container import Services
 from tinkercloud.services.models.reported_curves import described

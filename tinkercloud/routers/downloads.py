@@ -15,7 +15,7 @@ from tinkercloud.routers.deps import (
     UserDep,
     answer,
 )
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.accounts.signed_links import SignedLink
 from tinkercloud.services.checkpoints.copy_service import CopyHeaders
 from tinkercloud.services.container import Services

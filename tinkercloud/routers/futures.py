@@ -22,8 +22,8 @@ from tinkercloud.routers.deps import (
     answer,
     json_answer,
 )
-from tinkercloud.routers.json_route import JsonRoute
-from tinkercloud.routers.result_response import result_response
+from tinkercloud.routers.http.json_route import JsonRoute
+from tinkercloud.routers.http.result_response import result_response
 from tinkercloud.services.models.result_answer import ResultAnswer
 from tinkercloud.storage.futures import PROTOBUF_TYPE
 

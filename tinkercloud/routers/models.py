@@ -10,7 +10,7 @@ from tinker_gmi.types import (
     LoadWeightsRequest,
 )
 from tinkercloud.routers.deps import LocalDep, ReaderDep, ServicesDep, UserDep, acting_owner, answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

@@ -15,8 +15,8 @@ from tinkercloud.openai_api.models import model_json, models_json
 from tinkercloud.openai_api.requests import AnswerForm, chat_form, chat_request
 from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer, large_json_answer
-from tinkercloud.routers.error_forms import OPENAI_API, error_answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.error_forms import OPENAI_API, error_answer
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.chats.chat_service import ChatRun
 from tinkercloud.services.container import Services
 

@@ -13,7 +13,7 @@ from tinkercloud.openai_api.bodies import CompletionBody
 from tinkercloud.openai_api.completion_answers import CompletionAnswers, completion_choices
 from tinkercloud.openai_api.requests import AnswerForm, completion_form, completion_request
 from tinkercloud.routers.deps import ServicesDep, UserDep, json_answer, large_json_answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.routers.openai import DONE, failed
 from tinkercloud.services.chats.text_completion_service import CompletionRun
 

@@ -17,7 +17,7 @@ from tinkercloud.routers.deps import (
     answer,
     json_answer,
 )
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.accounts.session_search import metadata_of, state_of
 from tinkercloud.services.models.reported_curves import described
 from tinkercloud.services.models.rest_service import MAX_LIMIT, AccessScope, RunQuery

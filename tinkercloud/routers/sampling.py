@@ -15,7 +15,7 @@ from tinker_gmi.types import (
 )
 from tinkercloud.errors import InvalidRequest
 from tinkercloud.routers.deps import LocalDep, OwnerDep, ServicesDep, UserDep, answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.common.bodies import fault_text
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)

@@ -26,7 +26,7 @@ from tinkercloud.routers.deps import (
     json_answer,
 )
 from tinkercloud.routers.downloads import base_url
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.common.client_flags import client_flags
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)

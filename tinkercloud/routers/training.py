@@ -8,7 +8,12 @@ from fastapi import APIRouter, Request, Response
 from tinker_gmi.types import CreateCustomLossRequest, OptimStepRequest
 from tinkercloud.errors import UserError
 from tinkercloud.routers.deps import ServicesDep, UserDep, answer
-from tinkercloud.routers.json_route import INLINE_BYTES, MAX_TRAINING_JSON_BYTES, JsonRoute, parsed
+from tinkercloud.routers.http.json_route import (
+    INLINE_BYTES,
+    MAX_TRAINING_JSON_BYTES,
+    JsonRoute,
+    parsed,
+)
 from tinkercloud.services.common.bodies import TrainingCall, json_call, protobuf_call
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)

@@ -6,7 +6,7 @@ from tinkercloud.event_stream import while_connected
 from tinkercloud.openai_api.bodies import TrainDraftBody, VerifyBody
 from tinkercloud.openai_api.verification import drafted_prompt, verification_json
 from tinkercloud.routers.deps import ObservedDep, ServicesDep, UserDep, json_answer
-from tinkercloud.routers.json_route import JsonRoute
+from tinkercloud.routers.http.json_route import JsonRoute
 
 router = APIRouter(prefix="/oai/api/v1", route_class=JsonRoute)
 

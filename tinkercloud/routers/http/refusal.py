@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from starlette.types import Send
 
-from tinkercloud.routers.error_forms import error_answer
+from tinkercloud.routers.http.error_forms import error_answer
 
 
 async def refuse(

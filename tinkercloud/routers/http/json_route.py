@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkercloud.errors import PayloadTooLarge, UserError
-from tinkercloud.routers.body_budget import lease_of
 from tinkercloud.routers.deps import services
+from tinkercloud.routers.http.body_budget import lease_of
 from tinkercloud.services.common.bodies import Faults, parse_json, validated
 
 BODY_KEY = "tinkercloud.body"  # where the middleware leaves the whole body in the ASGI scope

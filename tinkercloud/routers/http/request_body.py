@@ -9,12 +9,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinkercloud.errors import PayloadTooLarge, UserError
-from tinkercloud.routers.body_budget import LEASE_KEY, BodyBudget, BodyLease
-from tinkercloud.routers.decompression import MAX_WINDOW_BYTES, STEP_BYTES, Inflater
 from tinkercloud.routers.deps import USER_KEY
-from tinkercloud.routers.error_forms import retry_headers
-from tinkercloud.routers.json_route import BODY_KEY
-from tinkercloud.routers.refusal import refuse
+from tinkercloud.routers.http.body_budget import LEASE_KEY, BodyBudget, BodyLease
+from tinkercloud.routers.http.decompression import MAX_WINDOW_BYTES, STEP_BYTES, Inflater
+from tinkercloud.routers.http.error_forms import retry_headers
+from tinkercloud.routers.http.json_route import BODY_KEY
+from tinkercloud.routers.http.refusal import refuse
 
 
 class BodyMiddleware:

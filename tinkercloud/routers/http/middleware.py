@@ -18,7 +18,7 @@ from tinkercloud.routers.deps import (
     SIGNED_PREFIX,
     USER_KEY,
 )
-from tinkercloud.routers.refusal import refuse
+from tinkercloud.routers.http.refusal import refuse
 from tinkercloud.services.accounts.account_service import CONSOLE_USE
 from tinkercloud.services.accounts.quotas import with_key
 from tinkercloud.storage.keys import KeyRecord
