@@ -66,7 +66,7 @@ async def check(world: "World") -> None:
         *what_was_deleted_is_gone(world),
         *captures_are_whole(world),
     )
-    for text in checks:
+    for text in (*checks, *(f"the database refused: {text}" for text in world.connector.refused)):
         world.fail(text)
     await captures_can_be_read(world)
     async for text in asking_again_gives_the_same(world, rows):

@@ -30,6 +30,8 @@ from tinkercloud.storage.captures import CaptureStorage
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.journal import JournalStorage
 
+IDLES_SOON_S = 60.0
+
 Replacement = tuple[object, str, Any]
 Bug = Replacement | list[Replacement]
 
@@ -264,6 +266,11 @@ def _ends_as_a_state_is_written(schedule: Schedule) -> bool:
     return any(crash.trigger == "answered" and crash.kind == "engine" for crash in schedule.aimed)
 
 
+def _offloads_models(schedule: Schedule) -> bool:
+    """As they idle, which takes a snapshot beside one that may be underway."""
+    return schedule.idle_model_s < IDLES_SOON_S
+
+
 def _deletes_what_is_new(schedule: Schedule) -> bool:
     steps = (step for program in schedule.programs for step in program)
     return any(step.kind == "delete_model" and step.target == -1 for step in steps)
@@ -277,7 +284,7 @@ CAN_SHOW: dict[str, Callable[[Schedule], bool]] = {
     "order of arrival": lambda schedule: schedule.outage is not None,
     "refused after acknowledged": _deletes_what_is_new,
     "snapshot without lost versions": _ends_as_a_state_is_written,
-    "snapshot is not waited for": _ends_as_a_state_is_written,
+    "snapshot is not waited for": _offloads_models,
     "deleted model is found": _deletes_what_is_new,
     "turn in pieces": _ends_within_captures,
     "turn told before it is kept": _ends_within_captures,

@@ -140,9 +140,11 @@ class Rows:
 
 
 class Connection:
-    """As sqlite3.Connection. named: rows are Row, not tuples."""
+    """As sqlite3.Connection. named: rows are Row, not tuples. refused: where it is noted what broke
+    a rule of the tables."""
 
-    def __init__(self, path: Path, *, autocommit: bool, named: bool):
+    def __init__(self, path: Path, refused: list[str], *, autocommit: bool, named: bool):
+        self._refused = refused
         self._plain = apsw.Connection(str(path), vfs=VFS_NAME)
         self.is_open = True
         self._autocommit = autocommit
@@ -163,6 +165,8 @@ class Connection:
                     rows.append(row)
             return Rows(rows)
         except apsw.Error as error:
+            if isinstance(error, apsw.ConstraintError):
+                self._refused.append(str(error))
             raise as_sqlite3(error) from error
 
     def executemany(self, sql: str, values: Iterable[Sequence[Any]]) -> None:
@@ -286,13 +290,15 @@ def _settle(future: Any, result: Any, error: Exception | None) -> None:
 
 
 class Connector:
-    """As `tinkercloud.storage.connections.SqliteConnector`. Connections are closed with the run."""
+    """As `tinkercloud.storage.connections.SqliteConnector`. Connections are closed with the run.
+    refused: what broke a rule of the tables; the service asks before it writes."""
 
     def __init__(self, loop: SimulatedLoop, delay_s: Callable[[], float]):
         self._loop = loop
         self._delay_s = delay_s
         self._opened: list[Connection] = []
         self._num_of_the_dead = 0
+        self.refused: list[str] = []
 
     def begin_process(self) -> None:
         """Nobody closes what is open from before."""
@@ -312,7 +318,7 @@ class Connector:
 
     def _open(self, path: Path, *, autocommit: bool, named: bool) -> Connection:
         try:
-            connection = Connection(path, autocommit=autocommit, named=named)
+            connection = Connection(path, self.refused, autocommit=autocommit, named=named)
         except apsw.Error as error:
             raise as_sqlite3(error) from error
         self._opened.append(connection)
