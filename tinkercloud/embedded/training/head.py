@@ -150,8 +150,12 @@ class Head:
                 )
                 dhidden[self._rows[chunk.rows]] = self._backward(chunk, inputs, pair_gradients)
             yield
-        if not late:
-            return
+        if late:
+            yield from self._backward_of_sequences(hidden, dhidden)
+
+    def _backward_of_sequences(self, hidden: Tensor, dhidden: Tensor) -> Iterator[None]:
+        """Where a token's gradient depends on its whole sequence, which is scored by now: logits
+        are computed again."""
         for targets in self._targets:
             targets.score_sequences(with_gradient=True)
         for chunk in self._chunks():
