@@ -260,6 +260,17 @@ def test_a_server_that_stays_away_ends_the_waiting(
     assert time.monotonic() - started >= FAST.give_up_s
 
 
+def test_a_user_is_told_once_that_the_server_is_away_and_that_it_is_back(
+    api: MockApi, training: tinker.TrainingClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    api.script["retrieve_future"] = [DROP] * 5 + [408]
+    training.optim_step(ADAM).result(timeout=10)
+    away, back = (record.getMessage() for record in caplog.records)
+    assert away.startswith("http")
+    assert f"trying again for up to {FAST.give_up_s:.0f} s" in away
+    assert "answers again, after 0 s" in back
+
+
 @pytest.mark.parametrize("category", ["user", "server", "unknown", "something new"])
 def test_a_failed_future_raises_with_its_category(
     api: MockApi, training: tinker.TrainingClient, category: str

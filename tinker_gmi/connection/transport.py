@@ -23,6 +23,7 @@ from tinker_gmi.connection.errors import (
     RateLimitError,
     status_error,
 )
+from tinker_gmi.connection.outage import Outage
 from tinker_gmi.connection.retries import RetryPolicy, retry_after_s
 from tinker_gmi.connection.zstd import zstd_frame
 
@@ -69,6 +70,7 @@ class Transport:
         self.credentials = Credentials(api_key)
         self.max_billing_pause_s = self.retry.max_billing_pause_s
         self.base_url = base_url.rstrip("/")
+        self._outage = Outage(self.base_url, self.retry.give_up_s)
         self._client = httpx.AsyncClient(
             base_url=f"{self.base_url}/api/v1/",
             headers={"User-Agent": user_agent},
@@ -167,13 +169,21 @@ class Transport:
         headers |= call.headers
         if call.patient:
             headers["X-Tinker-Sampling-Backpressure"] = "1"
-        return await self._client.request(
-            call.method,
-            call.path,
-            content=call.body or None,
-            headers=headers,
-            timeout=call.timeout_s,
-        )
+        try:
+            response = await self._client.request(
+                call.method,
+                call.path,
+                content=call.body or None,
+                headers=headers,
+                timeout=call.timeout_s,
+            )
+        except httpx.TimeoutException:  # a slow server is not an absent one
+            raise
+        except httpx.TransportError as error:
+            self._outage.failed(error)
+            raise
+        self._outage.answered()
+        return response
 
 
 def is_transient(response: httpx.Response) -> bool:
