@@ -1,9 +1,10 @@
-"""The rules of verification against what they promise: three tokens of a Markov chain, counted.
+"""Verification against what it promises: three tokens of a Markov chain, counted.
 
-A rule that is right is within four standard deviations of the mean chi-square; each of the known
-wrong ones is far outside, so that the counting would see it.
+A rule that is right is within four standard deviations of the mean chi-square; rules that are known
+to be wrong are far outside, so that the counting would see them.
 """
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,8 +17,9 @@ LENGTH = 3  # tokens that are counted together
 START = 0
 
 Distribution = verify.Distribution
-Distributions = verify.Distributions
-Rule = Callable[["Toy", int, np.random.Generator], Sequence[int]]
+Distributions = np.ndarray  # (K, V) or (K + 1, V)
+Noise = list[float]  # (K + 1,), uniform in [0, 1): of each place
+Rule = Callable[["Toy", int, Noise], Sequence[int]]
 
 
 def warped(probs: Distributions, temperature: float, top_k: int) -> Distributions:
@@ -27,28 +29,39 @@ def warped(probs: Distributions, temperature: float, top_k: int) -> Distribution
     return weights / weights.sum(-1, keepdims=True)
 
 
+def cumulated(probs: Distributions) -> list[list[float]]:
+    """Of each row, with a last sum that no coin reaches."""
+    return [[*sums[:-1], 1.0] for sums in np.cumsum(probs, -1).tolist()]
+
+
 class Toy:
     """Target and draft, each a distribution of the next token after the last, (V, V)."""
 
     def __init__(self, seed: int, closeness: float = 0.5):
         generator = np.random.default_rng(seed)
-        self.raw = generator.dirichlet(np.full(V, 0.8), V)
+        raw = generator.dirichlet(np.full(V, 0.8), V)
         other = generator.dirichlet(np.full(V, 0.8), V)
-        mixed = closeness * self.raw + (1 - closeness) * other
-        self.p = warped(self.raw, 0.8, 3)
+        mixed = closeness * raw + (1 - closeness) * other
+        self.p = warped(raw, 0.8, 3)
         self.q = warped(mixed, 1.3, V)  # the draft's own warping
-        self.q_raw = mixed
+        self.likeliest = self.q.argmax(-1).tolist()
+        self._p_sums, self._q_sums = cumulated(self.p), cumulated(self.q)
 
-    def draft(self, last: int, coins: np.random.Generator, count: int = K) -> list[int]:
+    def target(self, before: Sequence[int], noise: Noise) -> list[int]:
+        """The target's own tokens after each of `before`, with each one's noise."""
+        return [bisect(self._p_sums[c], coin) for c, coin in zip(before, noise, strict=True)]
+
+    def drafted_greedily(self, last: int) -> list[int]:
         tokens = [last]
-        for _ in range(count):
-            tokens.append(verify.draw(self.q[tokens[-1]], coins.random()))
+        for _ in range(K):
+            tokens.append(self.likeliest[tokens[-1]])
         return tokens[1:]
 
-    def probs(self, last: int, drafted: Sequence[int]) -> tuple[Distributions, Distributions]:
-        """(K + 1, V) of the target and (K, V) of the draft."""
-        before = [last, *drafted]
-        return self.p[before], self.q[before[:-1]]
+    def drafted_with(self, noise: Noise, last: int) -> list[int]:
+        tokens = [last]
+        for coin in noise[:K]:
+            tokens.append(bisect(self._q_sums[tokens[-1]], coin))
+        return tokens[1:]
 
     def joint(self) -> np.ndarray:
         """The distribution of the first LENGTH tokens, (V,) * LENGTH."""
@@ -63,7 +76,7 @@ def counted(rule: Rule, toy: Toy, seed: int = 1) -> float:
     for _ in range(ROUNDS):
         tokens: list[int] = []
         while len(tokens) < LENGTH:
-            tokens += rule(toy, tokens[-1] if tokens else START, coins)
+            tokens += rule(toy, tokens[-1] if tokens else START, coins.random(K + 1).tolist())
         seen[tuple(tokens[:LENGTH])] += 1
     expected = toy.joint() * ROUNDS
     possible = expected > 0
@@ -77,92 +90,58 @@ def counted(rule: Rule, toy: Toy, seed: int = 1) -> float:
 # ---- rules that are right
 
 
-def chain(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    drafted = toy.draft(last, coins)
-    return verify.chain(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
-
-
-def block(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    drafted = toy.draft(last, coins)
-    return verify.block(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
-
-
-def point_mass_of_a_habit(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
+def matched_of_a_habit(toy: Toy, last: int, noise: Noise) -> Sequence[int]:
     drafted = [(last + 1) % V, (last + 2) % V, last]
-    return verify.point_mass(toy.probs(last, drafted)[0], drafted, coins.random(K + 1)).tokens
+    return verify.match(drafted, toy.target([last, *drafted], noise)).tokens
 
 
-def point_mass_of_the_best(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    drafted, at = [], last
-    for _ in range(K):
-        at = int(toy.q[at].argmax())
-        drafted.append(at)
-    return verify.point_mass(toy.probs(last, drafted)[0], drafted, coins.random(K + 1)).tokens
+def matched_of_the_best(toy: Toy, last: int, noise: Noise) -> Sequence[int]:
+    drafted = toy.drafted_greedily(last)
+    return verify.match(drafted, toy.target([last, *drafted], noise)).tokens
 
 
-def gumbel(p: Distribution, noise: np.ndarray) -> int:
-    with np.errstate(divide="ignore"):
-        return int((np.log(p) + noise).argmax())
+def matched_with_the_same_noise(toy: Toy, last: int, noise: Noise) -> Sequence[int]:
+    drafted = toy.drafted_with(noise, last)
+    return verify.match(drafted, toy.target([last, *drafted], noise)).tokens
 
 
-def matched_with_the_same_noise(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    noise = coins.gumbel(size=(K + 1, V))
-    drafted, at = [], last
-    for i in range(K):
-        at = gumbel(toy.q[at], noise[i])
-        drafted.append(at)
-    before = [last, *drafted]
-    target = [gumbel(toy.p[c], g) for c, g in zip(before, noise, strict=True)]
-    return verify.match(drafted, target).tokens
-
-
-RIGHT = (
-    chain,
-    block,
-    point_mass_of_a_habit,
-    point_mass_of_the_best,
-    matched_with_the_same_noise,
-)
+RIGHT = (matched_of_a_habit, matched_of_the_best, matched_with_the_same_noise)
 
 
 # ---- rules that are known to be wrong
 
 
-def replaced_from_the_target(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """After a rejection the target's distribution instead of the residual."""
-    drafted = toy.draft(last, coins)
-    p, q = toy.probs(last, drafted)
-    for i, token in enumerate(drafted):
-        if coins.random() * q[i, token] >= p[i, token]:
-            return [*drafted[:i], verify.draw(p[i], coins.random())]
-    return [*drafted, verify.draw(p[K], coins.random())]
+def drawn_again_after_a_difference(toy: Toy, last: int, noise: Noise) -> Sequence[int]:
+    """The draw that differed is forgotten, so that the drafted token has a second chance."""
+    *noise, another = noise
+    drafted = toy.drafted_greedily(last)[: K - 1]
+    tokens = verify.match(drafted, toy.target([last, *drafted], noise)).tokens
+    return [*tokens[:-1], *toy.target([last, *tokens][-2:-1], [another])]
 
 
-def asked_before_warping(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """Tested before temperature and top-k, drawn after them."""
-    drafted = toy.draft(last, coins)
-    before = [last, *drafted]
-    raw, q_raw = toy.raw[before], toy.q_raw[before]
-    p, q = toy.probs(last, drafted)
-    for i, token in enumerate(drafted):
-        if coins.random() * q_raw[i, token] >= raw[i, token]:
-            return [*drafted[:i], verify.draw(verify.residual(p[i], q[i]), coins.random())]
-    return [*drafted, verify.draw(p[K], coins.random())]
+def judged_one_place_late(toy: Toy, last: int, noise: Noise) -> Sequence[int]:
+    """By the distributions before the drafted tokens, not after them."""
+    drafted = toy.drafted_greedily(last)
+    return verify.match(drafted, toy.target([last, last, *drafted[:-1]], noise)).tokens
 
 
-def chosen_but_tested_as_drawn(toy: Toy, last: int, coins: np.random.Generator) -> Sequence[int]:
-    """The draft's best token, tested with its probability as if it had been drawn."""
-    drafted, at = [], last
-    for _ in range(K):
-        at = int(toy.q[at].argmax())
-        drafted.append(at)
-    return verify.chain(*toy.probs(last, drafted), drafted, coins.random(K + 1)).tokens
+def taken_beyond_a_difference(toy: Toy, last: int, noise: Noise) -> Sequence[int]:
+    """What the target drew after drafted tokens that are not taken."""
+    drafted = toy.drafted_greedily(last)
+    return toy.target([last, *drafted], noise)
+
+
+def noise_used_twice(toy: Toy, last: int, noise: Noise) -> Sequence[int]:
+    noise = [noise[0], *noise[:K]]
+    drafted = toy.drafted_with(noise, last)
+    return verify.match(drafted, toy.target([last, *drafted], noise)).tokens
 
 
 WRONG = (
-    replaced_from_the_target,
-    asked_before_warping,
-    chosen_but_tested_as_drawn,
+    drawn_again_after_a_difference,
+    judged_one_place_late,
+    taken_beyond_a_difference,
+    noise_used_twice,
 )
 
 
@@ -180,38 +159,10 @@ def test_a_rule_that_is_known_to_be_wrong_is_seen(rule):
 # ---- what else the rules promise
 
 
-def test_block_verification_accepts_no_fewer_tokens():
-    toy, coins = Toy(3), np.random.default_rng(5)
-    by_chain, by_block = 0, 0
-    for _ in range(6000):
-        drafted = toy.draft(START, coins)
-        arguments = (*toy.probs(START, drafted), drafted, coins.random(K + 1))
-        by_chain += verify.chain(*arguments).num_accepted
-        by_block += verify.block(*arguments).num_accepted
-    assert by_block > by_chain * 1.005
-
-
-def test_a_draft_that_is_the_target_is_always_accepted():
-    toy, coins = Toy(2), np.random.default_rng(0)
-    toy.q = toy.p
-    for rule in (verify.chain, verify.block):
-        for _ in range(200):
-            drafted = toy.draft(START, coins)
-            verdict = rule(*toy.probs(START, drafted), drafted, coins.random(K + 1))
-            assert verdict.tokens[:K] == tuple(drafted)
-
-
 def test_without_a_draft_the_token_is_the_targets():
-    p = np.array([[0.0, 1.0, 0.0]])
-    none = np.zeros((0, 3))
-    for verdict in (
-        verify.chain(p, none, [], [0.3]),
-        verify.block(p, none, [], [0.3]),
-        verify.point_mass(p, [], [0.3]),
-        verify.match([], [1]),
-    ):
-        assert verdict.tokens == (1,)
-        assert verdict.num_accepted == 0
+    verdict = verify.match([], [1])
+    assert verdict.tokens == (1,)
+    assert verdict.num_accepted == 0
 
 
 def test_matching_takes_the_targets_tokens_up_to_the_first_difference():
@@ -220,17 +171,9 @@ def test_matching_takes_the_targets_tokens_up_to_the_first_difference():
     assert verify.match([5], [4, 5]).tokens == (4,)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: verify.match([1, 2], [1, 2]),
-        lambda: verify.chain(np.ones((2, 2)), np.ones((2, 2)), [0], [0.1, 0.2]),
-        lambda: verify.point_mass(np.ones((1, 2)), [0], [0.1, 0.2]),
-    ],
-)
-def test_arguments_that_do_not_belong_together_are_refused(call):
-    with pytest.raises(ValueError, match=r"need|before"):
-        call()
+def test_a_draft_needs_one_token_more_of_the_target():
+    with pytest.raises(ValueError, match="need"):
+        verify.match([1, 2], [1, 2])
 
 
 # ---- how often a draft is accepted
@@ -238,22 +181,19 @@ def test_arguments_that_do_not_belong_together_are_refused(call):
 V_COUPLED = 6
 
 
-def test_expected_shares_are_those_that_are_counted():
+def gumbel(p: Distribution, noise: np.ndarray) -> int:
+    with np.errstate(divide="ignore"):
+        return int((np.log(p) + noise).argmax())
+
+
+def test_the_expected_share_is_that_which_is_counted():
     toy, coins = Toy(4), np.random.default_rng(2)
     p, q = toy.p[START], toy.q[START]
-    rounds, accepted, equal = 20_000, 0, 0
+    rounds, equal = 20_000, 0
     for _ in range(rounds):
-        token = verify.draw(q, coins.random())
-        accepted += coins.random() * q[token] < p[token]
         noise = coins.gumbel(size=V)
         equal += gumbel(p, noise) == gumbel(q, noise)
-    assert accepted / rounds == pytest.approx(overlap(p, q), abs=0.015)
     assert equal / rounds == pytest.approx(coupled_share(p, q), abs=0.015)
-
-
-def overlap(p: Distribution, q: Distribution) -> float:
-    """The chance that a token drawn from q is accepted by `chain`: 1 less the total variation."""
-    return float(np.minimum(p, q).sum())
 
 
 def coupled_share(p: Distribution, q: Distribution) -> float:
@@ -296,7 +236,7 @@ def test_the_share_of_coupled_draws_is_the_sum_it_is_defined_by():
             1 / np.maximum(p / p[x], q / q[x]).sum() for x in range(30) if p[x] > 0 and q[x] > 0
         )
         assert coupled_share(p, q) == pytest.approx(slow, rel=1e-9)
-        distance = 1 - overlap(p, q)
+        distance = 1 - np.minimum(p, q).sum()  # in total variation
         assert slow >= (1 - distance) / (1 + distance) - 1e-12
 
 

@@ -47,12 +47,6 @@ def matching(coins: Coins) -> Judged:
     return drawn(p, gumbel(coins)) == token, p[token]
 
 
-def point_mass(coins: Coins) -> Judged:
-    p = a_distribution(coins)
-    token = likely(p, coins)
-    return verify.point_mass(np.array([p, p]), [token], coins.random(2)).num_accepted == 1, p[token]
-
-
 def greedy(coins: Coins) -> Judged:
     p = a_distribution(coins)
     token = int(np.argmax(p)) if coins.random() < 0.5 else int(coins.integers(V))
@@ -133,7 +127,7 @@ def off_by_one(coins: Coins) -> Judged:
     return drawn(before, gumbel(coins)) == token, p[token]
 
 
-RIGHT = (matching, point_mass, greedy, coupled, coupled_selected)
+RIGHT = (matching, greedy, coupled, coupled_selected)
 WRONG = (
     accepts_too_much,
     accepts_too_little,
