@@ -15,15 +15,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from agents import shop
 from lib import options
 from lib.evaluation import Evaluation
 from lib.progress import Progress, show
 from lib.run import Run
 from lib.start import path_of, started
-from openai import OpenAI
 
 from tinker_gmi.captures import Captures, datum_of
+
+try:
+    from agents import shop
+    from openai import OpenAI, OpenAIError
+except ModuleNotFoundError as package:
+    options.end_without(package)
 
 CALL = '<tool_call>\n{"name": "price", "arguments": {"item": "%s"}}\n</tool_call>'
 SEEN = 0.3  # of a reward: the tool was asked for the right item
@@ -124,8 +128,11 @@ def rollout(
 def episode(args: argparse.Namespace, capture_id: str, item: str, number: int) -> str:
     """The agent, unchanged: all that it is given is a base URL."""
     url = f"{args.base_url}/captures/{capture_id}/groups/{item}/episodes/{number}/oai/api/v1"
-    with OpenAI(base_url=url, api_key=args.api_key, timeout=300) as client:
-        return shop.answer(client, question(item))
+    try:
+        with OpenAI(base_url=url, api_key=args.api_key, timeout=300) as client:
+            return shop.answer(client, question(item))
+    except OpenAIError as error:
+        raise options.RecipeError(f"the agent's answer: {error}") from error
 
 
 def question(item: str) -> str:

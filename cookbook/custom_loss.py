@@ -13,12 +13,16 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lib import options, tasks
 from lib.progress import Progress
 from lib.run import Run
 from lib.start import path_of, started
 from sft import tokenize
+
+try:
+    import torch
+except ModuleNotFoundError as package:
+    options.end_without(package)
 
 INPUT_RANKS = {"logprobs": 1, "wanted": 1, "unwanted": 1}
 CERTAIN = 0.999  # of p, so that the loss of a wrong token is finite where the model is sure of it

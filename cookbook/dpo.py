@@ -13,12 +13,16 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lib import chat, options, tasks
 from lib.progress import Progress
 from lib.run import Run
 from lib.start import path_of, started
-from torch.nn.functional import logsigmoid
+
+try:
+    import torch
+    from torch.nn.functional import logsigmoid
+except ModuleNotFoundError as package:
+    options.end_without(package)
 
 
 @dataclass(frozen=True)

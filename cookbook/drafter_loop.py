@@ -18,10 +18,10 @@ from statistics import fmean
 from typing import Any
 
 import httpx
-from lib import chat, options, plot
+from lib import chat, options
 from lib.metrics import Metrics
 from lib.progress import Progress
-from lib.run import write_figures
+from lib.run import leave
 from lib.start import started
 from sft import make_data
 
@@ -139,8 +139,11 @@ def drafts_since(http: httpx.Client, before: Drafts, num_tokens: int) -> Drafts:
 
 
 def drafts_of(http: httpx.Client) -> Drafts | None:
-    """None: the server tells nothing of drafts."""
-    health = http.get("/health").raise_for_status().json()
+    """None: the server tells nothing of drafts. Raises RecipeError."""
+    try:
+        health = http.get("/health").raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise options.RecipeError(f"the server's /health: {error}") from error
     speculation = health.get("speculation")
     if not speculation:
         return None
@@ -158,10 +161,10 @@ def report(args: argparse.Namespace, metrics: Metrics) -> None:
     shares, losses = metrics.values("accepted"), metrics.values("loss")
     first, last = (fmean(part) for part in (shares[:NUM_JUDGED], shares[-NUM_JUDGED:]))
     print(f"drafted tokens accepted: {first:.0%} -> {last:.0%}", flush=True)
-    if args.out is not None:
-        write_figures(args.out, "drafter_loop", {"accepted": shares, "losses": losses})
-        picture = plot.draw_drafts(args.out / "drafter_loop.png", shares, losses)
-        print(f"picture: {picture}", flush=True)
+    figures = {"accepted": shares, "losses": losses}
+    leave(
+        args.out, "drafter_loop", figures, lambda plot, path: plot.draw_drafts(path, shares, losses)
+    )
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ the same seeds. Checkpoints are tinker:// paths as the other recipes print them.
 import argparse
 from typing import Any
 
-from lib import options, plot, tasks
+from lib import options, tasks
 from lib.evaluation import evaluate
 from lib.progress import Progress
-from lib.run import write_figures
+from lib.run import leave
 
 TASKS = {"sums": tasks.sums, "comparisons": tasks.comparisons}
 BASE = "base"
@@ -43,11 +43,8 @@ def run(args: argparse.Namespace) -> None:
             }
             progress.step(done, **table[name])
     print("\n".join(rows(table)), flush=True)
-    if args.out is not None:
-        write_figures(args.out, "eval_checkpoint", table)
-        bars = {short(name): values for name, values in table.items()}
-        picture = plot.draw_bars(args.out / "eval_checkpoint.png", bars)
-        print(f"picture: {picture}", flush=True)
+    bars = {short(name): values for name, values in table.items()}
+    leave(args.out, "eval_checkpoint", table, lambda plot, path: plot.draw_bars(path, bars))
 
 
 def sampler_of(service: Any, path: str) -> Any:

@@ -15,15 +15,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from demo import fetch_model
-from lib import chat, options, plot, tasks
+from lib import chat, options, tasks
 from lib.evaluation import MAX_TOKENS
 from lib.progress import Progress
-from lib.run import write_figures
-from openai import OpenAI
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from lib.run import leave
+
+try:
+    import torch
+    from openai import OpenAI, OpenAIError
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+except ModuleNotFoundError as package:
+    options.end_without(package)
 
 Answer = Callable[[str], str]
 """A question to the likeliest answer."""
@@ -93,9 +97,12 @@ def by_api(client: OpenAI, model: str, question: str) -> str:
         {"role": "system", "content": ""},
         {"role": "user", "content": question},
     ]
-    reply = client.chat.completions.create(
-        model=model, messages=messages, temperature=0.0, max_tokens=MAX_TOKENS
-    )
+    try:
+        reply = client.chat.completions.create(
+            model=model, messages=messages, temperature=0.0, max_tokens=MAX_TOKENS
+        )
+    except OpenAIError as error:
+        raise options.RecipeError(f"the OpenAI API: {error}") from error
     return reply.choices[0].message.content or ""
 
 
@@ -121,12 +128,9 @@ def report(
     _, api, peft = answers.values()
     num_same = sum(a == b for a, b in zip(api, peft, strict=True))
     print(f"the same by the API and by PEFT: {num_same} of {len(api)}", flush=True)
-    if args.out is not None:
-        figures = {"right": table, "num_same": num_same, "answers": answers}
-        write_figures(args.out, "export_and_chat", figures)
-        bars = {name: {"sums": share} for name, share in table.items()}
-        picture = plot.draw_bars(args.out / "export_and_chat.png", bars)
-        print(f"picture: {picture}", flush=True)
+    figures = {"right": table, "num_same": num_same, "answers": answers}
+    bars = {name: {"sums": share} for name, share in table.items()}
+    leave(args.out, "export_and_chat", figures, lambda plot, path: plot.draw_bars(path, bars))
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from demo import Running, end_when_asked, fetch_model, heard
-from lib import options, plot, tasks
+from lib import options, tasks
 from lib.evaluation import evaluate
 from lib.metrics import Metrics
 from lib.progress import Progress
-from lib.run import write_figures
+from lib.run import leave
 from sft import make_data, tokenize
 
 UNDERWAY_S = 1.0  # after which the server has the step, and computes it
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("--batch-size", type=int, default=12)
     arguments.add_argument("--learning-rate", type=float, default=5e-4)
     arguments.add_argument("--rank", type=int, default=8, help="of the LoRA adapter")
-    arguments.set_defaults(api_key="of its own server")
+    arguments.set_defaults(base_url=None, api_key="of its own server")
     return arguments
 
 
@@ -52,11 +52,12 @@ def run(args: argparse.Namespace) -> None:
         else "the runs differ",
         flush=True,
     )
-    if args.out is not None:
-        found = {"plain": plain, "killed": killed, "is_same": is_same}
-        write_figures(args.out, "resume_after_kill", found)
-        picture = args.out / "resume_after_kill.png"
-        print(f"picture: {plot.draw_kill(picture, plain, killed, args.kill_at)}", flush=True)
+    leave(
+        args.out,
+        "resume_after_kill",
+        {"plain": plain, "killed": killed, "is_same": is_same},
+        lambda plot, path: plot.draw_kill(path, plain, killed, args.kill_at),
+    )
     if not is_same:
         raise options.RecipeError("the run with a kill is not the one without")
 

@@ -10,10 +10,10 @@ the loss that each rate ends with.
 import argparse
 import time
 
-from lib import options, plot, tasks
+from lib import options, tasks
 from lib.metrics import Metrics
 from lib.progress import Progress
-from lib.run import write_figures
+from lib.run import leave
 from sft import make_data, tokenize
 
 RATES = (1e-5, 3e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 1e-2)
@@ -71,9 +71,8 @@ def report(args: argparse.Namespace, metrics: Metrics, seconds: float) -> None:
         print(f"learning rate {rate:g}: {end:.3f} nats in the last {NUM_LAST} steps", flush=True)
     best = min(ends, key=lambda rate: ends[rate])
     print(f"best: {best:g}; {len(curves)} rates in {seconds:.0f} s", flush=True)
-    if args.out is not None:
-        write_figures(args.out, "sweep", {"ends": ends, "best": best})
-        print(f"picture: {plot.draw_sweep(args.out / 'sweep.png', curves, ends)}", flush=True)
+    figures = {"ends": ends, "best": best}
+    leave(args.out, "sweep", figures, lambda plot, path: plot.draw_sweep(path, curves, ends))
 
 
 if __name__ == "__main__":

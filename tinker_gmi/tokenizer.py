@@ -11,5 +11,7 @@ def load_tokenizer(tokenizer_id: str) -> Any:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise TinkerError("get_tokenizer needs the package transformers") from error
+        raise TinkerError(
+            "get_tokenizer needs the package transformers: pip install transformers"
+        ) from error
     return transformers.AutoTokenizer.from_pretrained(tokenizer_id.partition(":")[0])

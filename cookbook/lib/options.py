@@ -6,11 +6,14 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from lib.run import Run
+import httpx
+
+from lib.run import Run, leave
 
 
 class RecipeError(Exception):
@@ -19,6 +22,7 @@ class RecipeError(Exception):
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 BASE_URL = "http://127.0.0.1:8700"
+REACHED_S = 30.0
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -35,6 +39,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--base-url",
+        type=lambda url: url.rstrip("/"),
         default=os.environ.get("TINKER_BASE_URL", BASE_URL),
         help="the server; else TINKER_BASE_URL",
     )
@@ -95,20 +100,52 @@ def main(
     if args.out is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--out draws a picture: pip install 'tinkercloud[plot]', or leave it out")
     try:
+        if args.out is not None:
+            _make_writable(args.out)  # before it trains
+        if args.base_url is not None:
+            _reach(args.base_url)
         run = recipe(args)
     except (args.sdk.TinkerError, OSError, RecipeError) as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
-    if run is not None and args.out is not None:
-        # Here, so that a recipe without a picture needs no matplotlib.
-        from lib import plot
+    if run is not None:
+        leave(args.out, run.name, asdict(run), lambda plot, path: plot.draw(path, [run]))
 
-        print(f"figures: {run.save(args.out)}")
-        print(f"picture: {plot.draw(args.out / f'{run.name}.png', [run])}")
+
+def end_without(package: ModuleNotFoundError) -> NoReturn:
+    """As a recipe is imported that needs more than the client."""
+    sys.exit(f"{Path(sys.argv[0]).name}: {_missing(package)}")
+
+
+def _missing(package: ModuleNotFoundError) -> str:
+    name = (package.name or "").partition(".")[0]
+    return f"this needs {name}, which is not installed: pip install {name}"
+
+
+def _make_writable(folder: Path) -> None:
+    """Raises RecipeError, OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise RecipeError(f"--out: {folder} cannot be written")
+
+
+def _reach(server: str) -> None:
+    """Clients wait for minutes for one that does not answer, as it may be starting anew; one that
+    is not there as a recipe begins was never started. Raises RecipeError."""
+    try:
+        httpx.get(f"{server}/api/v1/healthz", timeout=REACHED_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RecipeError(
+            f"no server answers at {server} ({error}): `tinkercloud serve` starts one, and prints "
+            "TINKER_BASE_URL"
+        ) from error
 
 
 def _sdk(name: str) -> ModuleType:
     if name not in ("tinker_gmi", "tinker"):
         raise argparse.ArgumentTypeError(f"{name!r} is not tinker_gmi or tinker")
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as package:
+        raise argparse.ArgumentTypeError(_missing(package)) from package

@@ -133,7 +133,18 @@ def test_learning_rates_are_trained_side_by_side(server: Server, tmp_path: Path)
 
 
 @pytest.mark.parametrize("sdk", SDKS)
-def test_a_model_that_is_not_served_is_named_in_one_line(server: Server, sdk: str):
-    said = recipe(server, "sft", "--sdk", sdk, "--model", "nobody/nothing", ok=False)
-    assert "nobody/nothing" in said
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (("sft", "--model", "nobody/nothing"), "nobody/nothing"),
+        (("agent_rl", "--api-key", "tml-wrong"), "401"),
+        (("rl", "tinker://nothing/weights/none"), "tinker://nothing/weights/none"),
+    ],
+    ids=("model", "key", "path"),
+)
+def test_what_the_server_refuses_is_named_in_one_line(
+    server: Server, command: tuple[str, ...], named: str, sdk: str
+):
+    said = recipe(server, *command, "--sdk", sdk, ok=False)
+    assert named in said
     assert "Traceback" not in said
