@@ -67,7 +67,7 @@ def test_an_interrupted_demo_ends_its_server_and_leaves_nothing(
     time.sleep(1.0)
     demo.send_signal(how)
     rest = demo.communicate(timeout=60)[0]
-    assert demo.returncode == 128 + how
+    assert demo.returncode == 128 + how, rest
     assert not answers(port)
     assert "Traceback" not in rest
     assert not list(tmp_path.glob("tinkercloud-demo-*"))
