@@ -28,7 +28,7 @@ async def test_clients_of_the_sdk_get_right_answers_that_are_on_record(fake_serv
     assert (result.failed, result.lost) == (0, 0)
     for row in result.rows():
         cells = dict(zip(load_clients.COLUMNS, row, strict=True))
-        assert cells["sent"] == cells["answered"] > 2
+        assert cells["sent"] == cells["answered"] >= 2  # each client once at least
     assert len(result.work[TRAINING].losses) == 2
     assert "2 sampling and 2 training clients" in result.about()
 
