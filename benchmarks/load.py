@@ -92,7 +92,7 @@ def attacks(server: Server, offer: Served, options: Namespace) -> Measured:
     attacked = load_attacks.measure(server, offer, names, phase_s, scale)
     results, period_s = asyncio.run(attacked)
     rows = [each.cells() for each in results]
-    text = load_attacks.ABOUT.format(phase=phase_s, period=period_s)
+    text = load_attacks.ABOUT.format(phase=phase_s, period=period_s, calm=load_attacks.CALM_S)
     return text, load_attacks.COLUMNS, rows, load_attacks.targets(results)
 
 

@@ -18,7 +18,7 @@ from benchmarks.lib.server import Served
 from tests.serving import Server
 from tinkercloud.storage.keys import KeyStore
 
-CALM_S = 3.0  # between attacks
+CALM_S = 60.0  # at most, until what an attack left is done
 END_S = 20.0  # that an attacker may take over its time, with its start
 STALL_MS = 1000.0
 WHO_TRAINS = ", who trains"
@@ -77,7 +77,7 @@ async def measure(
             results.append(await _attacked(server, bystander, name, who, victim))
             # At once: the server may not live to the end of all.
             print(*results[-1].cells(), sep=" | ", file=sys.stderr)
-            await asyncio.sleep(min(CALM_S, phase_s))
+            await bystander.wait_for_calm(CALM_S)
     for each in bystanders.values():
         each.close()
     return results, period_s
@@ -138,4 +138,5 @@ until the attacker has its answers), and {phase:g} s after. That is ten times a 
 fifth of the server's time where this is more seldom. The attacker runs at a lower priority, since
 it would be on another machine; its work is on the same cores all the same. *answers*: what the
 attacker got, by status; "failed": a result that says why it was refused; "cut off": some of its
-requests had no answer 5 s after its time was up."""
+requests had no answer 5 s after its time was up. The next attack begins when the bystander's
+requests take about as long as alone again, after {calm:g} s at the latest."""

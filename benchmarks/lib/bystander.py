@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from benchmarks.lib.timing import quantile
 from benchmarks.lib.tinker_http import PROTO, SDK_VERSION, text_prompt
@@ -18,6 +19,7 @@ PERIOD_S = 0.1
 LITTLE = 0.2
 """Of the server's time at most, as long as nobody else is there: a bystander who asks for more than
 half of it waits for its own samples."""
+CALM = 1.5
 LIMIT_S = 120.0
 PROMPT = (1, 2, 3, 4, 5, 6, 7, 8)
 
@@ -39,11 +41,12 @@ class Seen:
 
 
 class Bystander(ABC):
-    """period_s: from one request to the next."""
+    """period_s: from one request to the next. alone_s: that one takes where nobody else is."""
 
     def __init__(self, api: WireClient):
         self._api = api
         self.period_s = PERIOD_S
+        self.alone_s = inf
 
     @abstractmethod
     async def ask(self) -> str:
@@ -51,12 +54,21 @@ class Bystander(ABC):
 
     async def settle(self, num_samples: int) -> None:
         """Ask for so many one after another, and from then on so seldom that it is little."""
-        took_s: list[float] = []
-        for _ in range(num_samples):
-            began = time.perf_counter()
-            await self.ask()
-            took_s.append(time.perf_counter() - began)
-        self.period_s = max(PERIOD_S, quantile(took_s[num_samples // 2 :], 0.5) / LITTLE)
+        took_s = [await self._time_s() for _ in range(num_samples)]
+        self.alone_s = quantile(took_s[num_samples // 2 :], 0.5)
+        self.period_s = max(PERIOD_S, self.alone_s / LITTLE)
+
+    async def wait_for_calm(self, limit_s: float) -> None:
+        """Until a request takes about as long as one did alone, or for so many seconds: what an
+        attack leaves is not the next one's."""
+        until = time.perf_counter() + limit_s
+        while await self._time_s() > CALM * self.alone_s and time.perf_counter() < until:
+            await asyncio.sleep(PERIOD_S)
+
+    async def _time_s(self) -> float:
+        began = time.perf_counter()
+        await self.ask()
+        return time.perf_counter() - began
 
     @asynccontextmanager
     async def watching(self) -> AsyncGenerator[Seen]:
