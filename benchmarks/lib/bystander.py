@@ -62,8 +62,9 @@ class Bystander(ABC):
         """Until a request takes about as long as one did alone, or for so many seconds: what an
         attack leaves is not the next one's."""
         until = time.perf_counter() + limit_s
-        while await self._time_s() > CALM * self.alone_s and time.perf_counter() < until:
-            await asyncio.sleep(PERIOD_S)
+        took_s = inf
+        while took_s > CALM * self.alone_s and time.perf_counter() < until:
+            took_s = await self._time_s()
 
     async def _time_s(self) -> float:
         began = time.perf_counter()
