@@ -28,6 +28,7 @@ RULES = {
     "config": "errors",
     "fetch": "config errors",
     "event_stream": "errors",
+    "page_files": "errors",
     "http_connections": "",
     "logs": "",
     "core.types": "",
@@ -68,11 +69,11 @@ RULES = {
     "services": "backends.base config core errors services.accounts services.captures "
     "services.chats services.checkpoints services.common services.models services.observability "
     "storage",
-    "routers": "anthropic_api captures chat errors event_stream logs openai_api services "
-    "services.accounts services.captures services.chats services.checkpoints services.common "
-    "services.models storage tinker_gmi tinker_gmi.bodies",
+    "routers": "anthropic_api captures chat errors event_stream logs openai_api page_files "
+    "services services.accounts services.captures services.chats services.checkpoints "
+    "services.common services.models storage tinker_gmi tinker_gmi.bodies",
     "pool": "addresses config errors weights",
-    "proxy": "chat core.types errors event_stream openai_api speculative.drafters",
+    "proxy": "chat core.types errors event_stream openai_api page_files speculative.drafters",
     "pool.distribution": "errors",
     "pool.sampling": "backends.base chat core.types decoding errors pool weights",
     # speculative decoding, without an engine
@@ -133,7 +134,7 @@ THIRD_PARTY = {
     "prometheus_client": "commands proxy services",
     "llguidance": "grammar",
     **dict.fromkeys(("sqlite3", "aiosqlite"), "storage"),
-    **dict.fromkeys(("fastapi", "starlette"), "app event_stream proxy routers server"),
+    **dict.fromkeys(("fastapi", "starlette"), "app event_stream page_files proxy routers server"),
     "uvicorn": "http_connections server",
     "opentelemetry": "services",
     "rich": "commands",

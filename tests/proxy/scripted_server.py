@@ -92,12 +92,13 @@ def stream_draw(seed: int | None, bias: Json) -> Callable[[list[int], list[float
 @dataclass
 class ScriptedServer:
     """kind: one of SERVER_KINDS, or a server that is passed on to. drafts: llama-server drafts by
-    itself. failing: answered with 500. requests: those of samples, path and
+    itself. failing: answered with 500, and `failure`. requests: those of samples, path and
     body."""
 
     kind: str
     model: ScriptedModel
     failing: bool = False
+    failure: str = "it fails"
     drafts: bool = False
     requests: list[tuple[str, Json]] = field(default_factory=list)
     coins: random.Random = field(default_factory=lambda: random.Random(1))
@@ -119,7 +120,7 @@ class ScriptedServer:
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.failing:
-            return httpx.Response(500, json={"error": {"message": "it fails"}})
+            return httpx.Response(500, json={"error": {"message": self.failure}})
         if request.url.path == "/slots":
             return httpx.Response(200, json=[{"id": 0, "speculative": self.drafts}])
         if request.method == "GET":

@@ -2,109 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from tests.chat.model_folder import write_model_folder
 from tests.open_webui import replay
-from tests.proxy.scripted_server import ScriptedModel, ScriptedServer
-from tinkercloud.chat.text_model import Conversation, TextModel
-from tinkercloud.core.types import ServedModel
+from tests.proxy.bench import GREEDY, QUESTION, Made, client
+from tinkercloud.chat.text_model import Conversation
 from tinkercloud.errors import ConfigError
-from tinkercloud.proxy.app import create_proxy_app
-from tinkercloud.proxy.opening import ProxyOptions, opened
 from tinkercloud.proxy.service import ProxyLimits
-
-QUESTION = [{"role": "user", "content": "Hello"}]
-GREEDY = {"model": "scripted", "temperature": 0, "max_tokens": 24}
-
-
-class TextServer(ScriptedServer):
-    """Texts of the made tokenizer."""
-
-    text: TextModel
-
-    def tokens_of(self, prompt: str | list[int]) -> list[int]:
-        return prompt if isinstance(prompt, list) else self.text.codec.encode(prompt, bos=True)
-
-    def text_of(self, tokens: list[int]) -> str:
-        return b"".join(map(self.text.codec.bytes_of, tokens)).decode(errors="replace")
-
-    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
-        if "messages" in body:
-            return {"object": "chat.completion", "choices": [], "passed": body}
-        answer = super().completion(body)
-        tokens = self.drawn(self.tokens_of(body["prompt"]), body["max_tokens"], body, None)
-        answer["choices"][0]["text"] = self.text_of(tokens)
-        return answer
-
-
-@dataclass
-class Bench:
-    """servers by host. said: the lines of the start."""
-
-    folder: Path
-    target: TextServer
-    draft: TextServer
-    said: list[str] = field(default_factory=list)
-
-    def route(self, request: httpx.Request) -> httpx.Response:
-        servers = {s.address.base_url.split("/")[2]: s for s in (self.target, self.draft)}
-        return servers[request.url.host].answer(request)
-
-    def options(self, **changes: Any) -> ProxyOptions:
-        given = ProxyOptions(self.target.address, (self.draft.address,), tokenizer=self.folder)
-        return replace(given, **changes)
-
-    @asynccontextmanager
-    async def proxy(
-        self, key: str | None = None, **changes: Any
-    ) -> AsyncIterator[httpx.AsyncClient]:
-        options = self.options(**changes)
-        transport = httpx.MockTransport(self.route)
-        app = create_proxy_app(lambda: opened(options, self.said.append, lambda: transport), key)
-        async with app.router.lifespan_context(app):
-            inside = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=inside, base_url="http://proxy") as http:
-                yield http
-
-    def alone(self, prompt: str, num: int) -> str:
-        tokens = self.target.tokens_of(prompt)
-        return self.target.text_of(self.target.model.alone(tokens, num))
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Callable[[str, str], Bench]:
-    folder = write_model_folder(tmp_path / "model")
-    text = TextModel.of(ServedModel("m", "", 0, 0, 0, folder, (), "float32"))
-
-    size = json.loads((folder / "config.json").read_text())["vocab_size"]
-
-    def made(target: str = "vllm", draft: str = "vllm") -> Bench:
-        model = ScriptedModel(size)
-        leader = ScriptedModel(size, leader=model, agreement=0.9)
-        servers = TextServer(target, model), TextServer(draft, leader)
-        for server in servers:
-            server.text = text
-        return Bench(folder, *servers)
-
-    return made
-
-
-def client(http: httpx.AsyncClient, key: str = "none") -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url="http://proxy/v1", api_key=key, http_client=http, max_retries=0
-    )
-
-
-Made = Callable[..., Bench]
 
 
 @pytest.mark.parametrize("kind", ["tinkercloud", "vllm"])

@@ -84,6 +84,7 @@ def run(arguments: Arguments) -> int:
         app = create_proxy_app(lambda: opened(options, say), key)
 
         async def ready() -> None:
+            say(f"dashboard: {url}/dashboard")
             say(f"ready: {url}/v1")
 
         async def stopping(_: bool) -> None:

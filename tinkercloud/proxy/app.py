@@ -28,8 +28,10 @@ from tinkercloud.errors import (
 from tinkercloud.event_stream import CLIENT_GONE, EventStream, server_sent, until_gone
 from tinkercloud.openai_api.bodies import ChatBody, CompletionBody
 from tinkercloud.openai_api.errors import error_body
+from tinkercloud.page_files import PageFiles
 from tinkercloud.proxy.answering import AnswerWriter, SpeculatedAnswer
 from tinkercloud.proxy.metrics import CONTENT_TYPE, exposition, status_json
+from tinkercloud.proxy.passed_tokens import StreamedTokens, num_tokens
 from tinkercloud.proxy.service import ProxyService
 
 logger = logging.getLogger(__name__)
@@ -37,22 +39,27 @@ logger = logging.getLogger(__name__)
 router = APIRouter()
 
 DONE = b"data: [DONE]\n\n"
-OPEN_PATHS = ("/health",)
+DASHBOARD, DASHBOARD_FILES = "/dashboard", "/dashboard/static/"
+OPEN_PATHS = ("/health", DASHBOARD)
 CHAT, TEXT = "chat/completions", "completions"
 FORMS: Mapping[str, type[ChatBody] | type[CompletionBody]] = {CHAT: ChatBody, TEXT: CompletionBody}
 FAULTS_OF_REQUESTS = (400, 413, 422, 429)
+SHARED = ("charts.js", "dom.js", "icon.svg", "style.css", "uplot")
+FILES = PageFiles(
+    {"": "proxy/dashboard", **{f"console/{name}": f"console/{name}" for name in SHARED}}
+)
 
 
 class KeyMiddleware:
     """Answers 401 before a route is looked up or a byte of the body is read. key None: none is
-    asked for."""
+    asked for. The dashboard's files are for everybody: what they show they have to ask for."""
 
     def __init__(self, app: ASGIApp, key: str | None):
         self._app = app
         self._expected = None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._expected and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and self._expected and not _is_open(scope["path"]):
             sent = Headers(scope=scope).get("authorization", "")
             if not hmac.compare_digest(sent.encode(), self._expected):
                 text = "this proxy wants its key, as Authorization: Bearer KEY"
@@ -61,12 +68,16 @@ class KeyMiddleware:
         await self._app(scope, receive, send)
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(DASHBOARD_FILES)
+
+
 Opened = Callable[[], AbstractAsyncContextManager[ProxyService]]
 
 
 def create_proxy_app(opened: Opened, key: str | None = None) -> FastAPI:
     """The ASGI application. opened: the service, for as long as the application runs. key: that
-    every request but those for /health has to send."""
+    every request has to send, but those for /health and for the dashboard's files."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -126,6 +137,16 @@ async def metrics(service: ServiceDep) -> Response:
     return Response(exposition(service), media_type=CONTENT_TYPE)
 
 
+@router.get(DASHBOARD)
+async def dashboard() -> Response:
+    return FILES.page()
+
+
+@router.get(DASHBOARD_FILES + "{path:path}")
+async def dashboard_file(path: str) -> Response:
+    return FILES.answer(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """path: below an OpenAI base URL. fields: the body as the client sent it."""
@@ -175,7 +196,9 @@ async def _whole(
 ) -> Response:
     with service.running():
         if speculated is None:
-            return JSONResponse(await service.upstream.post(call.path, call.fields))
+            passed = await service.upstream.post(call.path, call.fields)
+            service.counts.passed_tokens += num_tokens(passed)
+            return JSONResponse(passed)
         async with aclosing(speculated.events()) as events:
             async for _ in events:
                 pass
@@ -187,8 +210,10 @@ async def _stream(
 ) -> AsyncGenerator[bytes]:
     with service.running():
         if speculated is None:
+            counter = StreamedTokens()
             async with aclosing(service.upstream.events(call.path, call.fields)) as passed:
                 async for event in passed:
+                    service.counts.passed_tokens += counter.add(event)
                     yield event
             return
         writer = AnswerWriter(call.body, speculated)

@@ -61,11 +61,13 @@ class TokenDrafter:
 
 @dataclass(slots=True)
 class DraftEntry:
-    """A drafter, and how it does. num_taken: drafts that were verified. down_until: of the
-    monotonic clock; 0: it is up."""
+    """A drafter, and how it does. num_asked: rounds that wanted its draft; num_taken: those whose
+    draft it gave. down_until: of the monotonic clock; 0: it is up. trouble: why it is not."""
 
     source: DraftSource
     down_until: float = 0.0
+    trouble: str = ""
+    num_asked: int = 0
     num_taken: int = 0
     num_failed: int = 0
 
@@ -78,11 +80,13 @@ class DraftEntry:
         if not self.down_until:
             logger.warning("no drafts from %s: %s", self.source.name, reason)
         self.down_until = time.monotonic() + RETRY_S
+        self.trouble = reason
 
     def answered(self) -> None:
         if self.down_until:
             logger.warning("drafts from %s again", self.source.name)
         self.down_until = 0.0
+        self.trouble = ""
 
 
 @dataclass(slots=True)
@@ -135,6 +139,7 @@ class DraftSessions:
     async def _ask(
         self, entry: DraftEntry, session: DraftSession, request: RoundRequest
     ) -> tuple[int, ...]:
+        entry.num_asked += 1
         try:
             async with asyncio.timeout(self._pool.timeout_s):
                 draft = await session.draft(request)

@@ -1,6 +1,7 @@
 """What the proxy serves: one model, and which way each of its requests goes."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from tinkercloud.chat.text_model import TextModel
 from tinkercloud.errors import (
     ContextLengthExceeded,
     InvalidField,
+    TinkercloudError,
     TooManyRequests,
     UnknownModelName,
     UserError,
@@ -49,11 +51,15 @@ class Speculation:
 
 @dataclass(slots=True)
 class RequestCounts:
-    """Since the start. passed_on: by the field that speculation does not serve."""
+    """Since the start. passed_on: by the field that speculation does not serve. failed: that ended
+    with an error of the target, or with its refusal. passed_tokens: of answers that the target gave
+    itself."""
 
     speculated: int = 0
     passed_on: Counter[str] = field(default_factory=Counter[str])
     running: int = 0
+    failed: int = 0
+    passed_tokens: int = 0
 
 
 class ProxyService:
@@ -73,6 +79,11 @@ class ProxyService:
         self.passes_on = passes_on
         self.limits = limits
         self.counts = RequestCounts()
+        self._began = time.monotonic()
+
+    @property
+    def uptime_s(self) -> float:
+        return time.monotonic() - self._began
 
     def check(self, body: ChatBody | CompletionBody) -> None:
         """Raises UserError for what is served by no way."""
@@ -155,6 +166,9 @@ class ProxyService:
         self.counts.running += 1
         try:
             yield
+        except TinkercloudError:
+            self.counts.failed += 1
+            raise
         finally:
             self.counts.running -= 1
 

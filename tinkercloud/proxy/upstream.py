@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import json
 import socket
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -86,11 +87,14 @@ async def public_address(host: str, port: int) -> str:
 
 
 class Upstream:
-    """model: the name that it knows its model by."""
+    """model: the name that it knows its model by. trouble: why its last answer is none; "": it is
+    one, if only a refusal. answered_at: when the last one came, of the monotonic clock."""
 
     def __init__(self, address: UpstreamAddress, http: httpx.AsyncClient, model: str = ""):
         self.address = address
         self.model = address.model or model
+        self.trouble = ""
+        self.answered_at: float | None = None
         self._http = http
 
     @property
@@ -170,10 +174,17 @@ class Upstream:
         try:
             if response.status_code != httpx.codes.OK:
                 content = await self._content(response)
-                raise UpstreamRefused(self.name, response.status_code, content)
+                refused = UpstreamRefused(self.name, response.status_code, content)
+                self._answered(str(refused) if response.is_server_error else "")
+                raise refused
+            self._answered()
             yield response
         finally:
             await response.aclose()
 
+    def _answered(self, trouble: str = "") -> None:
+        self.answered_at, self.trouble = time.monotonic(), trouble
+
     def _unreachable(self, error: Exception) -> UpstreamUnreachable:
-        return UpstreamUnreachable(f"{self.name}: {str(error) or type(error).__name__}")
+        self.trouble = str(error) or type(error).__name__
+        return UpstreamUnreachable(f"{self.name}: {self.trouble}")
