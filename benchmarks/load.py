@@ -21,7 +21,6 @@ from tinkercloud.backends.fake import TINY
 
 PARTS = ("clients", "latency", "attacks", "day")
 FAKE, REAL = "fake", "real"
-DTYPE = "bfloat16"
 CLIENTS_S = {FAKE: 600.0, REAL: 180.0}
 DAY_S = 600.0
 PACE_S = {FAKE: 3.0, REAL: 15.0}
@@ -50,7 +49,7 @@ def parser() -> BenchmarkParser:
 def served(options: Namespace) -> Served:
     if options.backend == FAKE:
         return Served(TINY.name, ("--backend", "fake"), TINY.max_context_length, TINY.vocab_size)
-    return Served(MODEL, embedded_flags(weights(), DTYPE), context=8192, vocabulary=49_152)
+    return Served(MODEL, embedded_flags(weights(), "auto"), context=8192, vocabulary=49_152)
 
 
 def measured(options: Namespace) -> Measured:
@@ -103,12 +102,19 @@ def day_of(options: Namespace) -> load_day.Day:
     return load_day.Day(seconds, options.at_once, options.kept_s, options.settle_s)
 
 
+def default_dtype() -> str:
+    """Of the server's weights on this machine."""
+    from tinkercloud.embedded.model.device import choose_device, choose_dtype  # imports PyTorch
+
+    return str(choose_dtype("auto", choose_device())).removeprefix("torch.")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(argv)
     prepare_process()
     text, columns, rows, targets = measured(options)
-    where = "the fake backend" if options.backend == FAKE else f"SmolLM2-135M in {DTYPE}"
+    where = "the fake backend" if options.backend == FAKE else f"SmolLM2-135M in {default_dtype()}"
     Report(
         title="Load",
         about=about(ABOUT, f"{text} On {where}."),
