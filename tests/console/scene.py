@@ -94,9 +94,9 @@ def _teach(training: tinker.TrainingClient, hostile: int) -> str:
     for _ in range(12):
         training.forward_backward([datum], "cross_entropy").result()
         training.optim_step(tinker.AdamParams(learning_rate=1.0)).result()
+    training.save_state("state").result()
     path = training.save_weights_for_sampler("taught").result().path
     assert path is not None
-    training.save_state("state").result()
     sampler = training.save_weights_and_get_sampling_client().result()
     _sample(sampler, 1)
     return path

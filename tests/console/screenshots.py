@@ -6,11 +6,15 @@ import tempfile
 import time
 from pathlib import Path
 
+from playwright.sync_api import Page, expect
+
 from tests.console.browser import DESK, PHONE, Console, chromium
 from tests.console.scene import serving_scene
 from tests.console.training_scene import serving_training
 
 LOOKS = {"light": (DESK, "light"), "dark": (DESK, "dark"), "phone": (PHONE, "light")}
+HIGHEST = 2600  # pixels of a picture: a view of samples is longer
+ANSWERED_MS = 120_000
 WATCHED_S = 90.0
 """How long pages are open before they are pictured while a model trains: a server's past begins
 when its page is opened."""
@@ -39,8 +43,22 @@ def _picture(console: Console, view: str, folder: Path, look: str) -> None:
     page = console.open(view)
     console.settle()
     kind, _, item = view.partition("?")[0].partition("/")
+    if kind == "chat":
+        _ask(page)
     name = f"{kind}-one" if item else kind
-    page.screenshot(path=folder / f"{name}-{look}.png", full_page=True)
+    width, height = page.evaluate(
+        "[document.documentElement.clientWidth, document.documentElement.scrollHeight]"
+    )
+    clip = {"x": 0, "y": 0, "width": width, "height": min(height, HIGHEST)}
+    page.screenshot(path=folder / f"{name}-{look}.png", full_page=True, clip=clip)
+
+
+def _ask(page: Page) -> None:
+    page.get_by_label("Tokens at most").fill("32")
+    page.get_by_label("Seed").fill("1")
+    page.get_by_label("Message").fill("What does a kettle cost?")
+    page.get_by_role("button", name="Ask").click()
+    expect(page.get_by_role("button", name="Ask")).to_be_enabled(timeout=ANSWERED_MS)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,12 @@ def test_runs_are_those_of_the_api(console: Console, scene: Scene) -> None:
     assert [row[3] for row in cells(page, "Training runs")] == [
         str(run["lora_rank"]) for run in runs
     ]
+    newest = {"weights": "", "sampler_weights": ""}  # of the run that saved both
+    for saved in api(scene, f"/api/v1/training_runs/{scene.sft}/checkpoints")["checkpoints"]:
+        newest[saved["checkpoint_id"].split("/")[0]] = saved["time"]
+    assert newest["weights"] < newest["sampler_weights"]
+    (last,) = (row[5] for row in cells(page, "Training runs") if row[0] == scene.sft)
+    assert last == "sampler_weights/taught"
 
 
 def test_the_metrics_of_the_newest_step_are_the_results(console: Console, scene: Scene) -> None:

@@ -65,6 +65,14 @@ export function time(moment) {
   return h("time", { datetime: date.toISOString(), title: date.toLocaleString() }, text);
 }
 
+/** Behind a separator a long name breaks before it breaks anywhere else. */
+function breakable(text) {
+  const parts = text.split(/(?<=[/_:])(?=[A-Za-z0-9])|(?<=[a-z])(?=[A-Z])/);
+  return parts.flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+}
+
+const shown = (content) => (typeof content === "string" ? breakable(content) : content ?? "–");
+
 /** A table that scrolls sideways within its place. columns: texts; "#..." are numbers. */
 export function table(caption, columns, rows, empty = "none") {
   if (!rows.length) return h("p", { class: "empty" }, empty);
@@ -76,7 +84,7 @@ export function table(caption, columns, rows, empty = "none") {
       h("thead", {}, h("tr", {}, names.map((name, i) =>
         h("th", { scope: "col", class: kinds[i] }, name)))),
       h("tbody", {}, rows.map((cells) => h("tr", {}, cells.map((cell, i) =>
-        h("td", { class: kinds[i], "data-label": names[i] }, cell ?? "–")))))));
+        h("td", { class: kinds[i], "data-label": names[i] }, shown(cell))))))));
 }
 
 /** A table whose rows are cards on a phone: for columns that are too many or too long for its width. */
@@ -89,7 +97,7 @@ export function records(caption, columns, rows, empty) {
 /** Names and values. */
 export function facts(pairs) {
   return h("dl", {}, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
-    .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+    .map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, shown(value)))));
 }
 
 export function copyable(text) {
@@ -100,7 +108,7 @@ export function copyable(text) {
     setTimeout(() => { button.textContent = "Copy"; }, 1500);
   }
   const kind = text.length > 50 ? "copyable long" : "copyable";
-  return h("span", { class: kind }, h("code", {}, text), button);
+  return h("span", { class: kind }, h("code", {}, breakable(text)), button);
 }
 
 async function copyText(text) {

@@ -44,9 +44,10 @@ export function labelsOf(snapshot, name, label) {
   return [...new Set(values)].sort();
 }
 
-/** Increase per second between two snapshots; of a counter that began anew, since then. */
+/** Increase per second between two snapshots; of a counter that began anew, since then. null: they
+ * are the same, as where the page was just opened. */
 export function rate(before, after, name, where = {}) {
-  const [first, last] = [metric(before, name, where) ?? 0, metric(after, name, where)];
-  if (last === null || after.time <= before.time) return null;
+  const [first, last] = [metric(before, name, where) ?? 0, metric(after, name, where) ?? 0];
+  if (after.time <= before.time) return null;
   return (last >= first ? last - first : last) / (after.time - before.time);
 }

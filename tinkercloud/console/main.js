@@ -81,7 +81,7 @@ function askForKey() {
     h("label", { for: "key" }, "API key"),
     field,
     h("p", { id: "key-help", class: "hint" },
-      "The key that your scripts use (TINKER_API_KEY). The browser keeps a cookie that is good for an hour and only reads."),
+      "The key that your scripts use (TINKER_API_KEY). The browser keeps a cookie that is good for an hour, for reading and the chat."),
     h("button", { type: "submit", class: "primary" }, "Sign in")));
   field.focus();
 }

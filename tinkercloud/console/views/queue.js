@@ -44,7 +44,7 @@ function operationTable(before, after) {
     kinds.map((kind) => [
       kind,
       number(rate(before, after, ENDED, { kind })),
-      number(rate(before, after, ENDED, { kind, outcome: "failed_server" }) ?? 0),
+      number(rate(before, after, ENDED, { kind, outcome: "failed_server" })),
     ]), "None has ended since the server's start.");
 }
 
@@ -56,6 +56,6 @@ function userTable(before, after) {
       user,
       number(rate(before, after, ENDED, { user })),
       ...["training", "prefill", "sample"].map((kind) =>
-        number(rate(before, after, tokens, { user, kind }) ?? 0)),
+        number(rate(before, after, tokens, { user, kind }))),
     ]), "Nobody yet.");
 }

@@ -18,7 +18,10 @@ const NAMES = new Map([
   ["ratio:mean", "Ratio, mean"],
   ["ratio:max", "Ratio, largest"],
   ["unclipped_grad_l2:mean", "Gradient norm"],
+  ["clipped_grad_l2:mean", "Gradient norm, clipped"],
   ["trained_tokens:sum", "Trained tokens"],
+  ["on_policy_ratio_deviation:max", "|ratio - 1| on-policy, largest"],
+  ["on_policy_tokens:sum", "On-policy tokens"],
 ]);
 const MAX_CHARTS = 12; // where a run has more metrics, those that lead are seen at once
 const isReward = (key) => /reward/i.test(key);
@@ -41,10 +44,16 @@ function all(root, failed, who) {
         run.model_owner,
         run.is_lora ? number(run.lora_rank) : "full",
         time(run.last_request_time),
-        (run.last_checkpoint ?? run.last_sampler_checkpoint)?.checkpoint_id ?? "–",
+        newest(run.last_checkpoint, run.last_sampler_checkpoint)?.checkpoint_id ?? "–",
       ]),
       "No runs yet: create_lora_training_client makes one."),
   });
+}
+
+/** Of two checkpoints, either of which may be missing. */
+function newest(training, sampler) {
+  if (!training || !sampler) return training ?? sampler;
+  return new Date(training.time) < new Date(sampler.time) ? sampler : training;
 }
 
 function one(root, id, failed) {

@@ -26,7 +26,7 @@ export function open(root, { live, who }) {
   const stop = live.watch((snapshot) => {
     const times = live.history.map(({ time }) => time);
     tokens.update(times, ...Object.keys(TOKEN_KINDS).map((kind) => live.history.map((after, i) =>
-      (i ? rate(live.history[i - 1], after, TOKENS, { kind }) ?? 0 : null))));
+      (i ? rate(live.history[i - 1], after, TOKENS, { kind }) : null))));
     memory.update(times, ...Object.keys(MEMORY).map((key) =>
       live.history.map((reading) => metric(reading, key))));
     replace(now, sections(snapshot, who));

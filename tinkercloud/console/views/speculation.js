@@ -1,6 +1,6 @@
 // What drafts do: how many are accepted at each depth, what they gain, how old drafters are.
 
-import { facts, h, number, percent, replace, significant, table } from "../dom.js";
+import { duration, facts, h, number, percent, replace, significant, table } from "../dom.js";
 
 export const name = "speculation";
 export const title = "Speculation";
@@ -24,8 +24,8 @@ function sections({ whole_server: whole, speculation = {} }) {
       ["tokens per forward pass and sequence", number(state.tokens_per_sequence_forward, significant)],
       ["tokens", number(state.tokens)],
       ["forward passes", number(state.forwards)],
-      ["milliseconds drafting", number(state.ms.draft)],
-      ["milliseconds verifying", number(state.ms.verify)],
+      ["time drafting", number(state.ms.draft / 1000, duration)],
+      ["time verifying", number(state.ms.verify / 1000, duration)],
       ["rounds", counts(state.rounds)],
       ["rounds without drafts", counts(state.off)],
     ]),
@@ -36,8 +36,11 @@ function sections({ whole_server: whole, speculation = {} }) {
       Object.entries(state.goodput).map(([load, goodput]) => [
         load.replace(/^(\d+)-\1$/, "$1"), number(goodput.speculative_per_s), number(goodput.plain_per_s),
         number(goodput.speedup, (ratio) => `${ratio.toFixed(2)} ×`),
-      ]), "Rounds with and without drafts have not been compared yet.")));
+      ]), "Rounds with and without drafts have not been compared yet."),
+    hasGaps(state.goodput) ? h("p", { class: "hint" }, "–: no round of this kind at this load yet.") : null));
 }
+
+const hasGaps = (goodput) => Object.values(goodput).some(({ speedup }) => speedup === null || speedup === undefined);
 
 function counts(numbers) {
   return Object.entries(numbers).filter(([, num]) => num).map(([kind, num]) => `${kind} ${num}`).join(", ");
