@@ -5,6 +5,7 @@ the same seeds. Checkpoints are tinker:// paths as the other recipes print them.
 """
 
 import argparse
+import re
 from typing import Any
 
 from lib import options, tasks
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
             }
             progress.step(done, **table[name])
     print("\n".join(rows(table)), flush=True)
-    bars = {short(name): values for name, values in table.items()}
+    bars = dict(zip(labels(list(table)), table.values(), strict=True))
     leave(args.out, "eval_checkpoint", table, lambda plot, path: plot.draw_bars(path, bars))
 
 
@@ -55,8 +56,12 @@ def sampler_of(service: Any, path: str) -> Any:
     return training.save_weights_and_get_sampling_client().result()
 
 
-def short(name: str) -> str:
-    return name.rpartition("/")[2]
+def labels(names: list[str]) -> list[str]:
+    """What a picture has room for: the last part of a path, and its run where another's is the
+    same."""
+    last = [name.rpartition("/")[2] for name in names]
+    long = [re.sub("^tinker://([^:/]{8})[^:/]*", r"\1", name) for name in names]
+    return [a if last.count(a) == 1 else b for a, b in zip(last, long, strict=True)]
 
 
 def rows(table: dict[str, dict[str, float]]) -> list[str]:

@@ -17,7 +17,8 @@ class Metrics:
     """NAME.jsonl in a folder (None: nothing is written). A run that was stopped goes on behind the
     last step whose weights were saved when it is started again with the same folder.
 
-    first_step: the number of steps that are done. state: what to load, None where `is_new`.
+    first_step: the number of steps that are done. state: what `saved` was given last, None where
+    `is_new`.
     """
 
     def __init__(self, folder: Path | None, name: str):
@@ -60,8 +61,8 @@ class Metrics:
         self._write("a", self.lines[-1:])
         self._show(self.lines[-1:])
 
-    def saved(self, step: int, path: str) -> None:
-        """All steps up to this one are in the saved weights at path."""
+    def saved(self, step: int, path: str | list[str]) -> None:
+        """All steps up to this one are in the saved weights at path, of several models at paths."""
         self.add(step, state=path)
 
     def begun(self, before: Evaluation) -> None:

@@ -156,7 +156,7 @@ def draw_bars(path: Path, table: dict[str, dict[str, float]]) -> Path:
     colours = [GREY, *mpl.colormaps["viridis"](np.linspace(0.15, 0.8, len(table) - 1))]
     with _figure(path, 1.4) as figure:
         axes = figure.subplots()
-        size = 0.8 / len(table)
+        size = min(0.25, 0.8 / len(table))
         for i, (name, values) in enumerate(table.items()):
             places = np.arange(len(groups)) + (i - (len(table) - 1) / 2) * size
             bars = axes.bar(
@@ -168,7 +168,10 @@ def draw_bars(path: Path, table: dict[str, dict[str, float]]) -> Path:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.grid(visible=False, axis="x")
         axes.set_title("Held-out answers right", loc="left", fontsize=11.5)
-        axes.legend(frameon=False, fontsize=9)
+        # Below: inside it would lie on the bars of a task that every model solves.
+        figure.legend(
+            loc="outside lower center", ncols=min(3, len(table)), frameon=False, fontsize=9
+        )
     return path
 
 

@@ -1,5 +1,8 @@
 """Our recipes that begin with the base model, as commands against a real server on SmolLM2."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -7,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.e2e.own_recipes import SDKS, figures, is_picture, recipe, steps_of
-from tests.serving import Server
+from tests.serving import ROOT, Server
 
+IMPORTING = {**os.environ, "PYTHONPATH": f"{ROOT / 'cookbook'}:{ROOT}"}
 QUICK_DPO = ("--pairs", "3", "--held-out", "2", "--save-every", "1")
 
 
@@ -48,6 +52,16 @@ def test_checkpoints_are_compared_with_their_base(server: Server, dpo: Path, tmp
     assert all(0 <= share <= 1 for row in table.values() for share in row.values())
     assert f"\n{path} " in said
     assert is_picture(tmp_path / "eval_checkpoint.png")
+
+
+def test_checkpoints_of_the_same_name_have_bars_of_their_own():
+    runs = ("0a1b2c3d-77", "0a1b2c3d-77", "ffffffff-00")
+    names = [f"tinker://{run}:train:{i}/weights/sft" for i, run in enumerate(runs)]
+    code = f"import eval_checkpoint; print(*eval_checkpoint.labels({['base', *names]}))"
+    command = [sys.executable, "-c", code]
+    said = subprocess.check_output(command, cwd=ROOT / "cookbook", text=True, env=IMPORTING)
+    runs = ("0a1b2c3d:train:0", "0a1b2c3d:train:1", "ffffffff:train:2")
+    assert said.split() == ["base", *(f"{run}/weights/sft" for run in runs)]
 
 
 def test_a_prompt_with_examples_is_learned(server: Server, tmp_path: Path):
@@ -124,8 +138,11 @@ def test_what_becomes_of_drafts_is_told_by_step(server: Server, tmp_path: Path):
 
 def test_learning_rates_are_trained_side_by_side(server: Server, tmp_path: Path):
     rates = ("1e-5", "1e-3", "2e-2")
-    quick = ("--steps", "4", "--batch-size", "4", "--rates", *rates, "--out", str(tmp_path))
-    said = recipe(server, "sweep", *quick)
+    quick = ("--batch-size", "4", "--save-every", "2", "--rates", *rates, "--out", str(tmp_path))
+    assert "going on" not in recipe(server, "sweep", "--steps", "3", *quick)
+    said = recipe(server, "sweep", "--steps", "4", *quick)
+    assert "going on behind step 2" in said
+    assert [step["step"] for step in steps_of(tmp_path, "sweep")] == [1, 2, 3, 4]
     found = figures(tmp_path, "sweep")
     assert found["best"] == 1e-3
     assert "best: 0.001; 3 rates" in said
