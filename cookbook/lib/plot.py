@@ -164,6 +164,7 @@ def draw_bars(path: Path, table: dict[str, dict[str, float]]) -> Path:
             )
             axes.bar_label(bars, fmt="{:.0%}", padding=2, fontsize=9)
         axes.set_xticks(np.arange(len(groups)), groups)
+        axes.set_xlim(-0.5, len(groups) - 0.5)
         axes.set_ylim(0, 1.08)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
         axes.grid(visible=False, axis="x")
