@@ -123,7 +123,7 @@ def _change(run: Run) -> str:
 def draw_sweep(path: Path, curves: dict[float, list[float]], ends: dict[float, float]) -> Path:
     """The loss of every learning rate by step, and what each ends with, as a PNG."""
     colours = mpl.colormaps["viridis"](np.linspace(0.0, 0.92, len(curves)))
-    with _figure(path, 2) as figure:
+    with _figure(path, 2.3) as figure:
         left, right = figure.subplots(1, 2)
         for colour, (rate, losses) in zip(colours, curves.items(), strict=True):
             left.plot(losses, color=colour, linewidth=1.8, label=f"{rate:g}")
@@ -131,14 +131,17 @@ def draw_sweep(path: Path, curves: dict[float, list[float]], ends: dict[float, f
         left.set_xlabel("optimizer steps taken")
         left.set_ylabel("loss per answer token (nats)")
         left.xaxis.set_major_locator(MaxNLocator(integer=True))
-        left.legend(title="learning rate", frameon=False, fontsize=8, title_fontsize=9)
+        left.legend(  # beside it: curves are everywhere
+            title="learning rate", frameon=False, fontsize=9, title_fontsize=9,
+            loc="center left", bbox_to_anchor=(1.0, 0.5),
+        )  # fmt: skip
         rates, values = list(ends), list(ends.values())
         right.plot(rates, values, color=GREY, linewidth=1, zorder=1)
-        right.scatter(rates, values, color=colours, s=55, zorder=2)
+        right.scatter(rates, values, color=colours, s=55, zorder=2, clip_on=False)
         best = int(np.argmin(values))
         right.annotate(
-            f"{rates[best]:g}", (rates[best], values[best]), xytext=(0, 12),
-            textcoords="offset points", ha="center", fontweight="bold",
+            f"{rates[best]:g}", (rates[best], values[best]), xytext=(4, 12),
+            textcoords="offset points", ha="right", fontweight="bold",
         )  # fmt: skip
         right.set_xscale("log")
         # A rate that is too high leaves the picture, not the others' curves a line at its foot.
