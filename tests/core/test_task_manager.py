@@ -173,6 +173,29 @@ async def test_outcomes_of_a_full_disk_are_given_when_they_are_on_record(
     assert tasks.delay_of(request_id) is None
 
 
+async def test_outcomes_of_several_lanes_that_wait_for_room_are_all_on_record_before_they_are_given(
+    tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcome_recorder, "RECORD_AGAIN_S", 0.05)
+    proceed = asyncio.Event()
+
+    async def work() -> Outcome:
+        await proceed.wait()
+        return completed_json({"x": "y" * 100_000})
+
+    tickets = [Ticket("ann", "OptimStep", f"k{i}", f"m{i}", 1) for i in range(4)]
+    request_ids = [await tasks.submit_in_lane(ticket, work) for ticket in tickets]
+    await fill_disk(database)
+    proceed.set()
+    outcome = await work()
+    assert await tasks.wait(request_ids[-1], "ann", 0.3) is None
+    assert tasks.delay_of(request_ids[-1]) == task_manager.NO_ROOM
+    await make_room(database)
+    for request_id in request_ids:
+        assert await tasks.wait(request_id, "ann", 5) == outcome
+        assert await FuturesStorage(database).outcome(request_id, "ann") == outcome
+
+
 async def test_an_outcome_that_waits_for_room_is_recorded_by_a_stop(
     tasks: TaskManager, database: Database
 ) -> None:

@@ -39,6 +39,7 @@ class OutcomeRecorder:
         self._late: deque[Pending] = deque()
         self._none_is_late = asyncio.Event()
         self._none_is_late.set()
+        self._recording = asyncio.Lock()
         self._changes: dict[str, Changes] = {}  # by kind
         self._closing = False
 
@@ -62,9 +63,9 @@ class OutcomeRecorder:
         except StorageFailed as error:
             logger.error("the outcome of %s waits: %s", pending.request_id, error)
             self._late.append(pending)
-            self._none_is_late.clear()
-            if not self._closing:
+            if self._none_is_late.is_set() and not self._closing:
                 self._spawn(self._record_late_forever(), "late outcomes")
+            self._none_is_late.clear()
             return False
         except Exception:  # our defect; the lane must go on
             logger.exception("the outcome of %s was not recorded", pending.request_id)
@@ -82,13 +83,14 @@ class OutcomeRecorder:
 
     async def record_late(self) -> None:
         """What is late, oldest first, as far as the disk takes it."""
-        try:
-            while self._late:
-                await self._write(self._late[0])
-                self._settle(self._late.popleft())
-            self._none_is_late.set()
-        except StorageFailed as error:
-            logger.error("%d outcomes wait: %s", len(self._late), error)
+        async with self._recording:  # or the second writes the first one's, and takes the next off
+            try:
+                while self._late:
+                    await self._write(self._late[0])
+                    self._settle(self._late.popleft())
+                self._none_is_late.set()
+            except StorageFailed as error:
+                logger.error("%d outcomes wait: %s", len(self._late), error)
 
     async def _record_late_forever(self) -> None:
         while self._late:
