@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from benchmarks.lib.peers import python_of, version_of
-from benchmarks.lib.processes import ServerProcess, free_port
+from benchmarks.lib.processes import START_LIMIT_S, ServerProcess, free_port
 from benchmarks.peers.sampling_common import Load, Outcome, gaps, outcome
 
 LIMIT_S = 300.0
@@ -221,8 +221,12 @@ class Vllm:
         self.generate, self.latency = client.generate, client.latency
 
     @classmethod
-    async def start(cls, peers: Path, model: Path, dtype: str, folder: Path) -> "Vllm":
-        """model: a Hugging Face folder. Raises Unavailable."""
+    async def start(
+        cls, peers: Path, model: Path, dtype: str, folder: Path, *flags: str,
+        limit_s: float = START_LIMIT_S,
+    ) -> "Vllm":  # fmt: skip
+        """model: a Hugging Face folder. flags: more of its own. limit_s: to start. Raises
+        Unavailable."""
         python = python_of(peers, "vllm")
         version, port = version_of(peers, "vllm"), free_port()
         server = ServerProcess(
@@ -232,11 +236,12 @@ class Vllm:
                 *("--host", "127.0.0.1"),
                 *("--port", str(port), "--dtype", dtype, "--max-model-len", "2048"),
                 *("--max-num-seqs", "256", "--disable-uvicorn-access-log"),
+                *flags,
             ],
             folder / "vllm.log",
             {"VLLM_CPU_KVCACHE_SPACE": "5", "VLLM_NO_USAGE_STATS": "1"},
         )
-        server.await_ready(f"http://127.0.0.1:{port}/health")
+        server.await_ready(f"http://127.0.0.1:{port}/health", limit_s)
         return cls(server, port, Completions(port, VllmDialect(model)), version)
 
     @property

@@ -15,6 +15,7 @@ import pytest
 
 from tests import serving
 from tests.e2e.clients import MODEL
+from tests.proxy.tasks import TASKS, text_of
 from tests.serving import Server
 
 LIMIT_S = 60.0
@@ -96,6 +97,38 @@ def test_answers_are_the_target_s_with_drafts_of_servers_and_of_the_text(
     assert not by_name["http://127.0.0.1:9/v1"]["up"]
     assert f"drafts from {target}, by tokens" in log.read_text()
     assert KEY not in log.read_text()
+
+
+@pytest.mark.slow
+def test_tasks_are_answered_as_the_target_answers_them_alone(
+    server: Server, smollm2_folder: Path, tmp_path: Path
+) -> None:
+    """Arithmetic, JSON, code and prose, as completions and as chats: the same text and usage."""
+    target = f"{server.base_url}/oai/api/v1"
+    (tmp_path / "server.key").write_text(server.api_key)
+    keys = [f"--{name}-key-file={tmp_path}/server.key" for name in ("target", "draft")]
+    drafts = [f"--draft={one}" for one in (target, "suffix")]
+    flags = [*keys, *drafts, f"--tokenizer={smollm2_folder}", f"--target={target}"]
+    headers = {"authorization": f"Bearer {server.api_key}"}
+    with (
+        proxy(tmp_path, *flags, "--allow-private") as (url, _),
+        httpx.Client(headers=headers, timeout=120.0, trust_env=False) as http,
+    ):
+
+        def answer(base_url: str, path: str, body: dict[str, Any]) -> tuple[str, Any, Any]:
+            answer = http.post(f"{base_url}/{path}", json={"model": MODEL, **body})
+            found = answer.raise_for_status().json()
+            num_tokens = [found["usage"][f"{part}_tokens"] for part in ("prompt", "completion")]
+            return text_of(found), found["choices"][0]["finish_reason"], num_tokens
+
+        for name, (path, body) in TASKS.items():
+            for sampling in (GREEDY, DRAWN):
+                alone = answer(target, path, body | sampling)
+                assert len(alone[0]) > 1, name
+                assert answer(url, path, body | sampling) == alone, (name, sampling)
+        status = http.get(url.replace("/v1", "/status")).json()
+    assert status["requests"]["speculated"] == 2 * len(TASKS)
+    assert status["speculation"]["accepted"] > len(TASKS)
 
 
 @pytest.mark.parametrize(
