@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.serving import Server
 
@@ -20,6 +20,7 @@ LIMIT_MS = 15_000
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
+    expect.set_options(timeout=LIMIT_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,

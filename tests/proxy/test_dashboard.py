@@ -115,12 +115,18 @@ def browser() -> Iterator[Browser]:
 
 
 class Dashboard:
-    """faults: errors of scripts, and what the page was refused."""
+    """waits: its time passes only where `page.clock` is told so. faults: errors of scripts, and
+    what the page was refused."""
 
-    def __init__(self, browser: Browser, http: httpx.Client, **options: Any):
+    def __init__(
+        self, browser: Browser, http: httpx.Client, *, waits: bool = False, **options: Any
+    ):
         self.context = browser.new_context(**{"viewport": DESK, **options})
         self.context.set_default_timeout(LIMIT_MS)
         self.page: Page = self.context.new_page()
+        if waits:
+            self.page.clock.install()
+            self.page.clock.pause_at(time.time() + 60)
         self.faults: list[str] = []
         self.page.on("pageerror", lambda error: self.faults.append(str(error)))
         self.page.on("console", lambda message: self._said(message.type, message.text))
@@ -195,11 +201,13 @@ def test_numbers_are_those_of_the_status(browser: Browser, bench: Made) -> None:
 
 @needs_chromium
 def test_charts_go_on_as_answers_come(browser: Browser, bench: Made) -> None:
-    with served(bench()) as http, dashboard(browser, http) as board:
+    """Those of the two seconds since the page last looked."""
+    with served(bench()) as http, dashboard(browser, http, waits=True) as board:
         page = board.sign_in()
         chart = page.get_by_role("img", name="Acceptance of drafted tokens")
         expect(chart).to_have_attribute("aria-label", "Acceptance of drafted tokens: none")
         ask(http)
+        page.clock.run_for(2000)
         made = http.get("/status").json()["speculation"]
         share = f"{100 * made['acceptance']:.1f} %"
         expect(chart).to_have_attribute("aria-label", f"Acceptance of drafted tokens: {share}")
