@@ -166,6 +166,21 @@ def running(server: Server) -> Iterator[Server]:
             server.stop()
 
 
+@contextmanager
+def command(*words: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """`tinkercloud` with these words, which writes to the log; killed at the end of the block."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinkercloud", *words],
+            cwd=ROOT, env=os.environ | QUIET, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
 def backend_under_test() -> str:
     """What TINKERCLOUD_TEST_BACKEND names; without it, the default one."""
     return os.environ.get("TINKERCLOUD_TEST_BACKEND", "embedded")

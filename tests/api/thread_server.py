@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import uvicorn
+from fastapi import FastAPI
 from tinker import types
 
+from tests.waiting import wait_for
 from tinkercloud.app import create_app
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
@@ -35,6 +36,27 @@ DATA = [datum([i, i + 1, i + 2, 5]) for i in range(1, 6)]
 
 
 @contextmanager
+def serve(app: FastAPI) -> Iterator[str]:
+    """The base URL of an application that is served in a thread for the length of the block."""
+    options = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
+    server = uvicorn.Server(options)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    thread.start()
+
+    def has_started() -> bool:
+        assert thread.is_alive(), "the server did not start"
+        return server.started
+
+    try:
+        wait_for("the server has started", has_started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
 def thread_server(
     data_dir: Path,
     backend: Backend | None = None,
@@ -47,17 +69,5 @@ def thread_server(
     key = store.add("ann")
     store.close()
     config = Config(data_dir=data_dir, backend="fake", hold_s=hold_s)
-    app = create_app(config, backend, client_config=client_config)
-    options = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
-    server = uvicorn.Server(options)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}", key
-    finally:
-        server.should_exit = True
-        thread.join()
+    with serve(create_app(config, backend, client_config=client_config)) as base_url:
+        yield base_url, key

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import uvicorn
 from tokenizers import Tokenizer
 
 import tinker_gmi
+from tests.api.thread_server import serve
 from tests.chat.model_folder import SPECIAL, write_model_folder
 from tinkercloud.app import create_app
 from tinkercloud.backends.fake import FakeBackend
@@ -30,7 +30,6 @@ from tinkercloud.core.types import (
 from tinkercloud.storage.keys import KeyStore
 
 MODEL = "chatty"
-START_LIMIT_S = 20.0
 CONTEXT = 32768
 
 
@@ -123,21 +122,5 @@ def live_server(
     store = KeyStore(config.data_dir)
     keys = {user: store.add(user) for user in ("ann", "bob")}
     store.close()
-    app = create_app(config, backend)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", ws="none"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield LiveServer(f"http://127.0.0.1:{_port(server, thread)}", keys, backend)
-    finally:
-        server.should_exit = True
-        thread.join(START_LIMIT_S)
-
-
-def _port(server: uvicorn.Server, thread: threading.Thread) -> int:
-    for _ in range(int(START_LIMIT_S / 0.02)):
-        if server.started:
-            return server.servers[0].sockets[0].getsockname()[1]
-        thread.join(0.02)
-        assert thread.is_alive(), "the server did not start"
-    raise AssertionError("the server did not start in time")
+    with serve(create_app(config, backend)) as base_url:
+        yield LiveServer(base_url, keys, backend)

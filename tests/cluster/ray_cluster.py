@@ -1,11 +1,12 @@
 """Real Ray clusters of one machine, small and quiet, and what they must not keep."""
 
 import os
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from tests.waiting import wait_for
 
 STORE_BYTES = 200 * 1024 * 1024
 SETTLE_S = 20.0
@@ -79,26 +80,21 @@ def groups_alive() -> list[str]:
     return [row["name"].partition("#")[0] for row in table.values() if row["state"] != "REMOVED"]
 
 
-def free_cpus() -> float:
+def taken_cpus() -> float:
     import ray
 
-    return ray.available_resources().get("CPU", 0.0)
+    return ray.cluster_resources().get("CPU", 0.0) - ray.available_resources().get("CPU", 0.0)
 
 
-def total_cpus() -> float:
-    import ray
-
-    return ray.cluster_resources().get("CPU", 0.0)
-
-
-def settled() -> bool:
-    """Whether, within seconds, no placement group and no taken CPU are left.
+def wait_until_settled() -> None:
+    """Until no placement group and no taken CPU are left; AssertionError where some are.
 
     Every actor and task holds a share of a CPU, so that one left behind shows here.
     """
-    deadline = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline:
-        if not groups_alive() and free_cpus() == total_cpus():
-            return True
-        time.sleep(0.1)
-    return False
+    wait_for(
+        "nothing is left behind (placement groups, CPUs)",
+        lambda: (groups_alive(), taken_cpus()),
+        lambda left: left == ([], 0.0),
+        limit_s=SETTLE_S,
+        poll_s=0.1,
+    )

@@ -6,13 +6,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
 
 from tests.cluster.ray_cluster import STORE_BYTES
+from tests.waiting import wait_for_line
 
 RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
 LIMIT_S = 60.0
@@ -47,7 +47,7 @@ class Nodes:
         self._start(["--address", self.address], variables)
 
     def _start(self, options: list[str], variables: Mapping[str, str]) -> None:
-        """Raises AssertionError with the end of what `ray start` said, where it ended."""
+        """Raises AssertionError with what `ray start` said, where it ended."""
         number = len(self._processes)
         log = self._folder / f"log{number}"
         ports = {
@@ -70,11 +70,7 @@ class Nodes:
                 env=environment(self.home, **variables),
             )
         self._processes.append(process)
-        deadline = time.monotonic() + LIMIT_S
-        while "Ray runtime started" not in log.read_text():
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < deadline, log.read_text()[-3000:]
-            time.sleep(0.1)
+        wait_for_line("Ray runtime started", log, process)
 
     def end(self) -> None:
         """At once: `ray start --block` would give each of its processes seconds."""

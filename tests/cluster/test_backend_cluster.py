@@ -20,8 +20,9 @@ from tests.cluster.cpu.engines import (
     write_served_model,
 )
 from tests.cluster.cpu.recorder import calls, recorded
-from tests.cluster.ray_cluster import groups_alive, one_node, settled
+from tests.cluster.ray_cluster import groups_alive, one_node, wait_until_settled
 from tests.embedded.tiny import ask, random_prompt, reference, supervised
+from tests.waiting import async_wait_for
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 from tinkercloud.core.types import (
@@ -122,7 +123,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
     assert served.eos_token_ids == (256,)
     yield Cluster(backend, config, record, served)
     await backend.stop()
-    assert await asyncio.to_thread(settled), groups_alive()
+    await asyncio.to_thread(wait_until_settled)
 
 
 async def test_a_new_adapter_samples_as_the_base_and_as_it_trains(cluster: Cluster):
@@ -336,9 +337,7 @@ async def test_full_parameter_models_have_gpus_of_their_own_until_they_are_delet
     assert losses[1] < losses[0]
 
     second = asyncio.create_task(backend.create_model("second", "tiny", FULL))
-    async with asyncio.timeout(20):
-        while backend.queue_state("second") is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await async_wait_for("the second one waits", lambda: backend.queue_state("second"))
     await asyncio.sleep(1.5)
     assert not second.done()
     assert backend.queue_state("second") == "waiting until 2 CPU bundles are free"

@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from tests.cluster.cpu.engines import sglang_command, write_served_model
 from tests.docs.pages import pages
 from tests.docs.test_commands import commands_of
 from tests.serving import ROOT, Server, running
+from tests.waiting import wait_for
 from tinkercloud.cluster.cpu.presence import refuse_cuda
 from tinkercloud.config import stand_ins_variables
 from tinkercloud.errors import ConfigError
@@ -65,12 +65,15 @@ def sampled(sampler: tinker.SamplingClient) -> list[int]:
 
 
 def until_ready(server: Server, status: int) -> str:
-    deadline = time.monotonic() + LIMIT_S
     with server.http(authenticated=False) as http:
-        while (answer := http.get("/readyz")).status_code != status:
-            assert time.monotonic() < deadline, answer.text
-            time.sleep(0.2)
-    return answer.text
+        answered = wait_for(
+            f"/readyz answers {status}",
+            lambda: ((answer := http.get("/readyz")).status_code, answer.text),
+            lambda answer: answer[0] == status,
+            limit_s=LIMIT_S,
+            poll_s=0.1,
+        )
+    return answered[1]
 
 
 def test_it_trains_and_samples_and_goes_on_when_the_raylet_is_killed(

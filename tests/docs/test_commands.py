@@ -6,7 +6,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from tests.docs.pages import Page, pages
 from tests.serving import QUIET, ROOT
+from tests.waiting import wait_for_line
 from tinkercloud.cli import _parser
 
 # benchmarks/peers.md is left out: it installs other projects, over a network.
@@ -278,19 +278,11 @@ def test_a_command_runs(command: str, environment: dict[str, str], tmp_path: Pat
         )  # fmt: skip
     try:
         if serves:
-            await_ready(process, output)
+            wait_for_line("^ready: ", output, process)
             process.terminate()
         assert process.wait(LIMIT_S) == 0, output.read_text()
     finally:
         process.kill()
-
-
-def await_ready(process: "subprocess.Popen[bytes]", output: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while "\nready: " not in output.read_text():
-        assert process.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
-        time.sleep(0.05)
 
 
 HELP = """

@@ -7,7 +7,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tests import serving
 from tests.chat.live_server import MODEL, ScriptedBackend, live_server
+from tests.waiting import wait_for
 from tinkercloud.config import Config
 
 PROXY = serving.ROOT / "docs" / "deploy" / "nginx.conf"
@@ -91,15 +91,15 @@ def free_port() -> int:
 
 
 def await_listener(nginx: "subprocess.Popen[bytes]", port: int) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
+    def refusal() -> OSError | None:
         try:
             socket.create_connection(("127.0.0.1", port)).close()
-            return
-        except OSError:
+        except OSError as error:
             assert nginx.poll() is None, "nginx refuses its files"
-            assert time.monotonic() < deadline, "nginx does not listen"
-            time.sleep(0.02)
+            return error
+        return None
+
+    wait_for("nginx listens", refusal, lambda error: error is None)
 
 
 class StepwiseBackend(ScriptedBackend):

@@ -17,6 +17,7 @@ from threading import Condition
 from typing import Literal
 
 from tests.serving import STOP_LIMIT_S, Server
+from tests.waiting import wait_for
 from tinkercloud.storage.database_file import DATABASE_NAME
 
 Moment = Literal[
@@ -224,10 +225,12 @@ class Killer:
         process = self._server.process
         assert process is not None
         process.terminate()
-        deadline = time.monotonic() + STOP_LIMIT_S
-        while process.poll() is None and not _any(self._server.data_dir, SNAPSHOT):
-            assert time.monotonic() < deadline, "the server does not stop"
-            time.sleep(POLL_S)
+        wait_for(
+            "the server stops or writes a snapshot",
+            lambda: process.poll() is not None or _any(self._server.data_dir, SNAPSHOT),
+            limit_s=STOP_LIMIT_S,
+            poll_s=POLL_S,
+        )
         if process.poll() is None:
             killed.signal = signal.SIGKILL.name
         self._end_server(signal.SIGKILL)
@@ -274,20 +277,25 @@ class Killer:
 
     def _new_engine(self) -> int:
         """Also one that is only starting."""
-        deadline = time.monotonic() + MOMENT_LIMIT_S
-        while (engine := self._server.find_engine()) in (None, self._ended_engine):
-            assert time.monotonic() < deadline, "the engine does not come back"
-            time.sleep(POLL_S)
+        engine = wait_for(
+            "there is a new engine",
+            self._server.find_engine,
+            lambda pid: pid not in (None, self._ended_engine),
+            limit_s=MOMENT_LIMIT_S,
+            poll_s=POLL_S,
+        )
         assert engine is not None
         return engine
 
     def _await_engine(self) -> None:
         self._new_engine()
-        deadline = time.monotonic() + MOMENT_LIMIT_S
         with self._server.http() as http:
-            while http.get("/health").json()["status"] != "ok":
-                assert time.monotonic() < deadline, "the engine does not come back"
-                time.sleep(0.01)
+            wait_for(
+                "the server is healthy",
+                lambda: http.get("/health").json(),
+                lambda health: health["status"] == "ok",
+                limit_s=MOMENT_LIMIT_S,
+            )
 
     def _found(self, moment: Moment) -> str:
         data_dir = self._server.data_dir

@@ -1,19 +1,19 @@
 """`tinkercloud draft-worker`, a server that it drafts for, the official SDK: three processes."""
 
-import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import tinker
 
 from tests import serving
+from tests.waiting import wait_for, wait_for_line
 
 LIMIT_S = 60.0
 KEY = "the-worker-s-key"
@@ -23,21 +23,9 @@ KEY = "the-worker-s-key"
 def draft_worker(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """With its port."""
     log = folder / "worker.log"
-    command = [sys.executable, "-m", "tinkercloud", "draft-worker", "--listen", "127.0.0.1:0"]
-    command += ["--data-dir", str(folder / "worker"), *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=serving.ROOT
-        )
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while (ready := re.search(rb"^ready: 127.0.0.1:(\d+)", log.read_bytes(), re.M)) is None:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        yield process, int(ready[1])
-    finally:
-        process.kill()
-        process.wait()
+    words = ("--listen", "127.0.0.1:0", "--data-dir", str(folder / "worker"), *arguments)
+    with serving.command("draft-worker", *words, log=log) as process:
+        yield process, int(wait_for_line(r"^ready: 127.0.0.1:(\d+)", log, process)[1])
 
 
 def sampled(sampler: tinker.SamplingClient) -> list[tuple[list[int], list[float] | None]]:
@@ -51,16 +39,19 @@ def sampled(sampler: tinker.SamplingClient) -> list[tuple[list[int], list[float]
     return found
 
 
-def told(http: httpx.Client, least_accepted: int) -> dict[str, object]:
-    """Figures come about once a second."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        figures = http.get("/health").json().get("speculation", {}).get("m", {})
+def wait_for_figures(http: httpx.Client, least_accepted: int) -> dict[str, Any]:
+    """Of speculation, which come about once a second: once so many drafted tokens are accepted."""
+
+    def num_accepted(figures: dict[str, Any]) -> int:
         depths = figures.get("drafters", {}).get("remote", {}).get("depths", [])
-        if sum(depth["accepted"] for depth in depths) >= least_accepted:
-            return figures
-        time.sleep(0.2)
-    raise AssertionError("too few drafts were accepted")
+        return sum(depth["accepted"] for depth in depths)
+
+    return wait_for(
+        f"{least_accepted} drafted tokens are accepted",
+        lambda: http.get("/health").json().get("speculation", {}).get("m", {}),
+        lambda figures: num_accepted(figures) >= least_accepted,
+        poll_s=0.1,
+    )
 
 
 def test_a_worker_drafts_and_its_death_changes_no_sample(
@@ -79,7 +70,7 @@ def test_a_worker_drafts_and_its_death_changes_no_sample(
             sampler = service.create_sampling_client(base_model="m").result()
             drafted = [sampled(sampler) for _ in range(2)]
             with server.http() as http:
-                figures = told(http, 20)
+                figures = wait_for_figures(http, 20)
                 metrics = http.get("/metrics").text
             assert figures["drafter"]["workers"][f"127.0.0.1:{port}"]["connected"]
             assert figures["drafter"]["workers"][f"127.0.0.1:{port}"]["taken"] > 0

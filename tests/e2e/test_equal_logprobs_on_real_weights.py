@@ -5,7 +5,6 @@ The trainer scores by `forward` and `forward_backward`, the sampler by `compute_
 log-probabilities of prompts.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from tests.e2e.clients import MODEL, Client, logprobs_of
 from tests.serving import Server
+from tests.waiting import wait_for
 from tinkercloud.embedded.native.compiler import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
@@ -301,21 +301,16 @@ def test_drafted_tokens(client: Client, server: Server, policies: list[Policy]) 
     scores = scored(client, policies, texts)
     assert_as_sampled(texts, scores)
     assert_equal(trained(client, policies, texts), scores)
-    assert num_accepted(server) > 0
+    # The figures come about once a second.
+    wait_for("drafted tokens were accepted", lambda: num_accepted(server), poll_s=0.1)
 
 
 def num_accepted(server: Server) -> int:
-    """Drafted tokens that were accepted; the figures come about once a second."""
-    accepted = 0
+    """Drafted tokens that were accepted."""
     with server.http() as http:
-        for _ in range(30):
-            models = http.get("/health").json().get("speculation", {})
-            for drafter in models.get(MODEL, {}).get("drafters", {}).values():
-                accepted += sum(depth["accepted"] for depth in drafter["depths"])
-            if accepted:
-                break
-            time.sleep(0.1)
-    return accepted
+        models = http.get("/health").json().get("speculation", {})
+    drafters = models.get(MODEL, {}).get("drafters", {}).values()
+    return sum(depth["accepted"] for drafter in drafters for depth in drafter["depths"])
 
 
 def test_after_a_restart_of_the_server(

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests import serving
 from tests.e2e.clients import MODEL
+from tests.waiting import wait_for_line
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.speculative.pipeline import Orchestrator, PipelineOptions
 from tinkercloud.speculative.remote.connection import ClientSecurity
@@ -30,22 +30,11 @@ def worker(kind: str, folder: Path, *arguments: str) -> Iterator[tuple[str, Path
     """Its address and its log."""
     folder.mkdir()
     log = folder / "log"
-    command = [*COMMAND, kind, "--listen", "127.0.0.1:0", "--data-dir", str(folder), *arguments]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=serving.ROOT
-        )
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while (ready := re.search(rb"^ready: (127.0.0.1:\d+)", log.read_bytes(), re.M)) is None:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        yield ready[1].decode(), log
+    words = ("--listen", "127.0.0.1:0", "--data-dir", str(folder), *arguments)
+    with serving.command(kind, *words, log=log) as process:
+        yield wait_for_line(r"^ready: (127.0.0.1:\d+)", log, process)[1], log
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
 
 
 def said(*arguments: str, text: str = "") -> tuple[str, str]:

@@ -1,9 +1,7 @@
 """`tinkercloud proxy` before a server with its defaults and real weights, by OpenAI's client."""
 
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from tests import serving
 from tests.e2e.clients import MODEL
 from tests.proxy.tasks import TASKS, text_of
 from tests.serving import Server
+from tests.waiting import wait_for_line
 
 LIMIT_S = 60.0
 KEY = "the-proxy-s-key"
@@ -29,20 +28,9 @@ DRAWN = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "max_tokens": 32}
 def proxy(folder: Path, *arguments: str) -> Iterator[tuple[str, Path]]:
     """Its base URL and its log."""
     log = folder / "proxy.log"
-    command = [sys.executable, "-m", "tinkercloud", "proxy", "--listen", "127.0.0.1:0"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *arguments], stdout=output, stderr=subprocess.STDOUT, cwd=serving.ROOT
-        )
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while (ready := re.search(r"^ready: (\S+)", log.read_text(), re.M)) is None:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        yield ready[1], log
-    finally:
-        process.terminate()
-        process.wait(LIMIT_S)
+    words = ("proxy", "--listen", "127.0.0.1:0", *arguments)
+    with serving.command(*words, log=log) as process:
+        yield wait_for_line(r"^ready: (\S+)", log, process)[1], log
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> tuple[str | None, Any]:

@@ -1,8 +1,6 @@
 """What a server's draft learns reaches its draft worker by digest: two processes, and a worker that
 comes back."""
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,9 @@ import pytest
 import tinker
 
 from tests import serving
-from tests.e2e.test_draft_worker import LIMIT_S, draft_worker
+from tests.e2e.test_draft_worker import draft_worker
 from tests.embedded.tiny import write_tiny_model
+from tests.waiting import wait_for, wait_for_line
 from tinkercloud.commands.generation.api_client import ApiClient
 from tinkercloud.commands.generation.draft_trainer import DraftTrainer
 from tinkercloud.embedded.forward import runners
@@ -29,14 +28,6 @@ def samples(sampler: tinker.SamplingClient, seed: int) -> list[Any]:
     prompt = tinker.ModelInput.from_ints(list(range(20 + seed, 32 + seed)))
     answer = sampler.sample(prompt, num_samples=4, sampling_params=params).result()
     return [(one.tokens, one.logprobs) for one in answer.sequences]
-
-
-def awaited(found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LIMIT_S
-    while not (value := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return value
 
 
 def test_what_is_learned_reaches_the_worker_and_one_that_comes_back(
@@ -67,16 +58,18 @@ def test_what_is_learned_reaches_the_worker_and_one_that_comes_back(
                     samples(sampler, number)
                     if "it is drafted with" in DraftTrainer.ask(client, "m").outcome():
                         break
-                digest = awaited(sent)
+                digest = wait_for("the draft was sent", sent)
             line = f"drafts with weights {digest}"
             assert samples(sampler, 0) == before
-            awaited(lambda: line in (first / "worker.log").read_text())
+            wait_for_line(line, first / "worker.log", worker)
             worker.kill()
             worker.wait()
-            with draft_worker(second, "--model", str(small), "--listen", f"127.0.0.1:{port}"):
-                awaited(lambda: samples(sampler, 0) == before and line in _log(second))
+            flags = ("--model", str(small), "--listen", f"127.0.0.1:{port}")
+            with draft_worker(second, *flags) as (worker, _):
+
+                def sampled_and_log() -> str:
+                    assert samples(sampler, 0) == before
+                    return (second / "worker.log").read_text()
+
+                wait_for("it drafts with them", sampled_and_log, lambda log: line in log)
             service.close("success").result()
-
-
-def _log(folder: Path) -> str:
-    return (folder / "worker.log").read_text()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from tests.embedded.speculative_engine import Drafting, untaught_head
 from tests.serving import Server, start_server
 from tests.speculative.drafters.trial_drafters import trial_table
+from tests.waiting import wait_for
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -224,7 +224,12 @@ def test_a_server_drafts_by_itself_and_tells_of_it(
     assert all(one.sequences[0].tokens == first.tokens for one in answers)
     assert all(one.sequences[0].logprobs == first.logprobs for one in answers)
     with server.http() as http:
-        told = _told(http)
+        told = wait_for(  # they come about once a second
+            "there are figures of 300 tokens",
+            lambda: http.get("/health").json().get("speculation", {}).get("m"),
+            lambda figures: figures and figures["tokens"] >= 300,
+            poll_s=0.1,
+        )
         metrics = http.get("/metrics")
     assert told["drafters"]["suffix"]["depths"][0]["accepted"] > 0
     assert told["tokens"] > told["forwards"]
@@ -243,15 +248,3 @@ def test_each_draft_of_a_server_can_be_read(server: Server) -> None:
     assert lines
     for told in map(json.loads, lines):
         assert told["drafted"][: told["accepted"]] == told["target"][: told["accepted"]]
-
-
-def _told(http: httpx.Client) -> dict[str, object]:
-    """Figures come about once a second, on a busy machine later."""
-    import time
-
-    for _ in range(300):
-        told = http.get("/health").json().get("speculation", {}).get("m")
-        if told and told["tokens"] >= 300:
-            return told
-        time.sleep(0.1)
-    raise AssertionError("no figures of speculation")

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.clients import MODEL
 from tests.serving import Server
+from tests.waiting import wait_for
 from tinkercloud.storage.keys import KeyStore
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,16 @@ class Operator:
         """The engine says about once a second how many samples it has."""
         return self._http.get("/health").json()["backend"][f"sampling_{name}"]
 
+    def num_samples(self) -> int:
+        return self.gauge("running") + self.gauge("waiting")
+
+    def wait_until_busy(self) -> None:
+        wait_for("the engine has samples", self.num_samples, poll_s=0.1)
+
+    def wait_until_idle(self) -> None:
+        """Soon: what was cancelled is not computed to its end."""
+        wait_for("it has none", self.num_samples, lambda n: n == 0, limit_s=5.0, poll_s=0.1)
+
     def close(self) -> None:
         self._http.close()
 
@@ -118,13 +129,6 @@ def eve(server: Server) -> Iterator[Operator]:
     operator = Operator(server)
     yield operator
     operator.close()
-
-
-def until(eve: Operator, *, busy: bool, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while any(eve.gauge(name) for name in ("running", "waiting")) != busy:
-        assert time.monotonic() < deadline, f"busy is not {busy} in time"
-        time.sleep(0.1)
 
 
 def test_prompts_of_8000_tokens_slow_anothers_short_samples_by_two_at_most(
@@ -145,15 +149,15 @@ def test_prompts_of_8000_tokens_slow_anothers_short_samples_by_two_at_most(
 
 def test_who_cancels_or_leaves_costs_nothing_any_more(eve: Operator, ann: User) -> None:
     cancelled = ann.sample(ann.tokens(LONG), max_tokens=100)
-    until(eve, busy=True, within_s=5.0)
+    eve.wait_until_busy()
     ann.post("cancel_future", request_id=cancelled)
-    until(eve, busy=False, within_s=5.0)
+    eve.wait_until_idle()
     for _ in range(4):
         ann.sample(ann.tokens(LONG), max_tokens=100)
     ann.sample(ann.tokens(SHORT), num_samples=SAMPLES_AT_ONCE, max_tokens=4000)
-    until(eve, busy=True, within_s=5.0)
+    eve.wait_until_busy()
     ann.finish()
-    until(eve, busy=False, within_s=5.0)
+    eve.wait_until_idle()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 
 from tests.pool.pool_guard import guard
 from tests.serving import QUIET, ROOT
+from tests.waiting import wait_for
 from tinkercloud.pool.child_process import free_port
 from tinkercloud.pool.pool_state import PoolFolder, PoolState
 
@@ -47,11 +47,13 @@ class Pool:
         )  # fmt: skip
 
     def await_state(self, is_meant: Callable[[PoolState], bool]) -> PoolState:
-        deadline = time.monotonic() + LIMIT_S
-        while not is_meant(self.state):
-            assert time.monotonic() < deadline, (self.state, self.folder.log.read_text())
-            time.sleep(0.05)
-        return self.state
+        def read() -> tuple[PoolState, str]:
+            return self.state, self.folder.log.read_text()
+
+        state, _ = wait_for(
+            "the pool is in the state", read, lambda seen: is_meant(seen[0]), limit_s=LIMIT_S
+        )
+        return state
 
     def worker_pid(self, name: str, program: str) -> int:
         """Of the process of a worker's that runs this program."""

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from operator import not_
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,8 @@ import pytest
 
 from tests.pool.pool_guard import processes_of
 from tests.pool.pools import LIMIT_S, Pool, end, fake_programs, ports
-from tests.serving import QUIET, ROOT
+from tests.serving import QUIET, ROOT, command
+from tests.waiting import wait_for, wait_for_line
 
 
 def started(pool: Pool, *arguments: str) -> str:
@@ -108,10 +110,8 @@ def test_a_pool_that_is_killed_leaves_no_process(pool: Pool) -> None:
     pids = [pool.worker_pid(name, kind) for name in "ab" for kind in ("worker", "rpc")]
     assert state.llama_server_pid is not None
     end(state.pid)
-    deadline = time.monotonic() + LIMIT_S
-    while not all(map(has_ended, [*pids, state.llama_server_pid])):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    pids.append(state.llama_server_pid)
+    wait_for("all have ended", lambda: [pid for pid in pids if not has_ended(pid)], not_)
     started(pool)
 
 
@@ -137,10 +137,11 @@ def test_tests_that_are_killed_leave_no_pool(smollm2_gguf: Path, tmp_path: Path)
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL, done.stderr
     file, *pids = done.stdout.split()
-    deadline = time.monotonic() + LIMIT_S
-    while processes_of({file}) or not all(has_ended(int(pid)) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(
+        "all have ended",
+        lambda: [*processes_of({file}), *(pid for pid in pids if not has_ended(int(pid)))],
+        not_,
+    )
 
 
 def test_a_worker_behind_ssh_is_started_and_reached_through_its_tunnel(
@@ -202,16 +203,8 @@ def test_a_worker_by_hand_with_a_key_answers_only_to_it(pool: Pool, tmp_path: Pa
         "--data-dir": tmp_path / "worker",
     }
     words = [str(word) for flag in flags.items() for word in flag]
-    with log.open("wb") as output:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "tinkercloud", "pool", "worker", *words],
-            cwd=ROOT, env=os.environ | QUIET, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + LIMIT_S
-        while "ready: " not in log.read_text():
-            assert worker.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+    with command("pool", "worker", *words, log=log) as worker:
+        wait_for_line("ready: ", log, worker)
         refused = pool.command("start")
         assert refused.returncode == 1 and "a wants its key" in refused.stdout
         values["workers"][0]["key_file"] = str(key_file)
@@ -221,6 +214,3 @@ def test_a_worker_by_hand_with_a_key_answers_only_to_it(pool: Pool, tmp_path: Pa
         assert worker.wait(LIMIT_S) == 0
         state = pool.await_state(lambda state: state.phase == "refused")
         assert "a" in state.workers and state.workers["a"] != "up"
-    finally:
-        worker.kill()
-        worker.wait()

@@ -1,10 +1,6 @@
 """`pool init` and workers that it finds, on loopback."""
 
-import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.pools import LIMIT_S, fake_programs, ports
-from tests.serving import QUIET, ROOT
+from tests.pool.pools import fake_programs, ports
+from tests.serving import command
+from tests.waiting import wait_for_line
 from tinkercloud.commands.pools.setup import write_pool
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.pool_file import load_pool
@@ -29,25 +26,11 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     folder = tmp_path_factory.mktemp("worker")
     port, log, key_file = ports(3), folder / "worker.log", folder / "key"
     key_file.write_text(KEY)
-    command = [sys.executable, "-m", "tinkercloud", "pool", "worker", "--until-stdin-ends"]
-    command += ["--listen", f"127.0.0.1:{port}", "--rpc-server", fake_programs(folder)["rpc"]]
-    command += ["--device", "CPU", "--device", "CUDA0", "--key-file", str(key_file)]
-    command += ["--data-dir", str(folder / "data")]
-    environment = os.environ | QUIET
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=output
-        ) as process,
-    ):
-        try:
-            deadline = time.monotonic() + LIMIT_S
-            while "ready: " not in log.read_text():
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            yield port
-        finally:
-            process.terminate()
+    words = ["--listen", f"127.0.0.1:{port}", "--rpc-server", fake_programs(folder)["rpc"]]
+    words += ["--device", "CPU", "--device", "CUDA0", "--key-file", str(key_file)]
+    with command("pool", "worker", *words, "--data-dir", str(folder / "data"), log=log) as process:
+        wait_for_line("ready: ", log, process)
+        yield port
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 
 import tinker_gmi as tinker
 from tests.mock_api import DROP, FAST, MockApi
+from tests.waiting import wait_for
 from tinker_gmi import RetryPolicy
 from tinker_gmi.connection import session as session_module
 
@@ -567,8 +568,7 @@ def test_closing_ends_a_call_that_is_being_posted(api: MockApi) -> None:
     training = client.create_lora_training_client("tiny").result(timeout=10)
     api.script["optim_step"] = [503] * 10**6
     future = training.optim_step(ADAM)
-    while not api.bodies("optim_step"):
-        time.sleep(0.001)
+    wait_for("it is posted", lambda: api.bodies("optim_step"), poll_s=0.001)
     client.close()
     assert future.done()
     with pytest.raises(CancelledError):
@@ -582,8 +582,7 @@ def test_a_cancelled_call_that_was_not_posted_is_never_posted(
     first = training.forward_backward([datum()], "cross_entropy")
     second = training.optim_step(ADAM)
     third = training.save_state("a")
-    while not api.bodies("forward_backward"):
-        time.sleep(0.001)
+    wait_for("it is posted", lambda: api.bodies("forward_backward"), poll_s=0.001)
     assert second.future().cancel()
     third.result(timeout=10)
     first.result(timeout=10)
@@ -595,8 +594,7 @@ def test_a_cancelled_call_that_was_posted_leaves_the_lane_in_order(
 ) -> None:
     api.script["retrieve_future"] = [408] * 5
     first = training.optim_step(ADAM)
-    while not api.bodies("optim_step"):
-        time.sleep(0.001)
+    wait_for("it is posted", lambda: api.bodies("optim_step"), poll_s=0.001)
     first.future().cancel()
     training.optim_step(ADAM).result(timeout=10)
     assert api.seq_ids() == [("optim_step", 1), ("optim_step", 2)]
@@ -609,9 +607,11 @@ def test_the_heartbeat_survives_trouble_and_stops_when_the_session_is_gone(
     api.script["session_heartbeat"] = [404, DROP, {"type": "session_heartbeat"}, 410]
     with api.client() as client:
         client.create_lora_training_client("tiny").result(timeout=10)
-        deadline = time.monotonic() + 10
-        while len(api.bodies("session_heartbeat")) < 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(
+            "four heartbeats come",
+            lambda: len(api.bodies("session_heartbeat")),
+            lambda number: number >= 4,
+        )
         time.sleep(0.1)
     assert len(api.bodies("session_heartbeat")) == 4
 

@@ -1,6 +1,5 @@
 """Usage is counted from the tokens that were sent and received. The audit log."""
 
-import asyncio
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +14,7 @@ from tinker.cli.__main__ import main_cli as cli
 from tests.api.harness import Api, serving, wire_datum
 from tests.api.thread_server import DATA, thread_server
 from tests.storage.counting import commits_of
+from tests.waiting import async_wait_for
 from tinkercloud.storage.keys import KeyStore
 
 HOUR = timedelta(hours=1)
@@ -123,12 +123,12 @@ async def test_counting_costs_a_request_no_write(api: Api) -> None:
 
 async def test_counts_reach_the_disk_within_seconds(api: Api) -> None:
     await api.result(await api.forward_backward(await api.model(), 1))
-    for _ in range(100):
-        row = await api.services.database.one("SELECT SUM(num_tokens) AS num FROM token_usage")
-        if row is not None and row["num"] == 4:
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("nothing was written")
+    query = "SELECT SUM(num_tokens) AS num FROM token_usage"
+    await async_wait_for(
+        "four tokens are on record",
+        lambda: api.services.database.one(query),
+        lambda row: row is not None and row["num"] == 4,
+    )
 
 
 async def test_a_count_that_cannot_be_written_is_kept(api: Api) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tests.api.harness import Api, serving
 from tests.api.models.test_idle_models import FullDisk, drawn, memory, published
 from tests.api.models.test_recovery import goes_on, hold_passes, train
+from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.services.models import snapshots
@@ -43,13 +44,17 @@ async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
         of_base = await api.sampler(session, 77)
         before = [await drawn(api, each, 0) for each in (sampler, of_base, lively)]
         assert memory(api) == (2, 2)
-        async with asyncio.timeout(30):
-            while (status := await listed(api, session))["type"] != "cancelled":
-                await asyncio.sleep(0.05)
-                await drawn(api, lively, next(numbers))
-            while memory(api) != (0, 1):
-                await asyncio.sleep(0.02)
-                await drawn(api, lively, next(numbers))
+
+        async def while_lively() -> tuple[dict[str, Any], tuple[int, int]]:
+            await drawn(api, lively, next(numbers))
+            return await listed(api, session), memory(api)
+
+        status, _ = await async_wait_for(
+            "the session has expired, and nothing of it is in memory",
+            while_lively,
+            lambda seen: seen[0]["type"] == "cancelled" and seen[1] == (0, 1),
+            poll_s=0.05,
+        )
         assert status["detail"].startswith("expired at ")
         assert (await listed(api, lively.partition(":")[0]))["type"] == "active"
         assert (await api.get("sessions")).json()["states"][session] == "expired"
@@ -72,9 +77,11 @@ async def test_a_session_without_heartbeats_expires_and_goes_on_by_the_next_one(
 
 
 async def expired(api: Api, session: str) -> None:
-    async with asyncio.timeout(30):
-        while (await listed(api, session))["type"] != "cancelled":  # noqa: ASYNC110 - as below
-            await asyncio.sleep(0.02)
+    await async_wait_for(
+        "the session has expired",
+        lambda: listed(api, session),
+        lambda status: status["type"] == "cancelled",
+    )
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
@@ -98,9 +105,9 @@ async def test_what_could_not_be_put_away_goes_once_there_is_room(
             await api.services.sessions.expire()
             assert memory(api) == (1, 1)
         else:
-            async with asyncio.timeout(30):
-                while memory(api) != (0, 0):  # noqa: ASYNC110 - as above
-                    await asyncio.sleep(0.02)
+            await async_wait_for(
+                "nothing is in memory", lambda: memory(api), lambda counts: counts == (0, 0)
+            )
 
 
 class Forgetful(FakeBackend):

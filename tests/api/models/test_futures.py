@@ -9,6 +9,7 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tests.storage.counting import commits_of, reads_of
+from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import SampleOutput
@@ -214,13 +215,11 @@ async def test_results_expire(tmp_path: Path) -> None:
     async with serving(tmp_path, result_ttl_s=0.2) as api:
         accepted = await api.optim_step(await api.model(), 1)
         await api.result(accepted)
-        statuses = []
-        for _ in range(100):
-            await asyncio.sleep(0.05)
-            statuses.append((await api.retrieve(accepted["request_id"])).status_code)
-            if statuses[-1] == 404:
-                break
-    assert statuses[-1] == 404
+        await async_wait_for(
+            "the result is forgotten",
+            lambda: api.retrieve(accepted["request_id"]),
+            lambda answer: answer.status_code == 404,
+        )
 
 
 async def test_cleanup_forgets_the_named_results_of_the_caller_only(api: Api) -> None:

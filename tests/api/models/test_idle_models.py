@@ -9,6 +9,7 @@ import pytest
 
 from tests.api.harness import Api, serving, wire_datum
 from tests.api.models.test_recovery import goes_on, hold_passes, train
+from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.errors import MemoryShort
@@ -100,9 +101,9 @@ async def test_what_is_unused_goes_by_itself_and_what_runs_stays(tmp_path: Path)
         assert memory(api) == (1, 0)
         gate.set()
         await api.result(waiting)
-        async with asyncio.timeout(5):
-            while memory(api) != (0, 0):  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.02)
+        await async_wait_for(
+            "nothing is in memory", lambda: memory(api), lambda counts: counts == (0, 0)
+        )
         assert (
             "tinkercloud_models_put_away_total 1.0"
             in (await api.as_user("eve").http.get("/metrics")).text
@@ -256,9 +257,11 @@ async def test_a_day_of_scripts_leaves_models_memory_and_files_as_they_were(
                 vanished.append((model_id, sampler))
             else:
                 await api.ok(f"sessions/{session}/finish", reason={"type": "success"})
-        async with asyncio.timeout(10):
-            while memory(api) != (0, 0) or await num_results(api):  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.05)
+
+        async def left() -> tuple[int, ...]:
+            return *memory(api), await num_results(api)
+
+        await async_wait_for("nothing is left", left, lambda counts: counts == (0, 0, 0))
         await api.services.models.freed()
         kept = {path.name for path in (tmp_path / "recovery").iterdir()}
         assert kept == {model_id for model_id, _ in vanished}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.api.harness import Api, serving, wire_datum
+from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core import outcome_recorder
@@ -185,10 +186,11 @@ async def test_a_deleted_model_is_kept_until_its_last_outcome_is_on_record(
         number = await train(api, model_id, 1)
         is_full.set()
         last = await api.forward_backward(model_id, number)
-        for _ in range(1000):
-            if api.services.tasks.delay_of(last["request_id"]) is not None:
-                break
-            await asyncio.sleep(0.01)
+        await async_wait_for(
+            "its outcome is late",
+            lambda: api.services.tasks.delay_of(last["request_id"]),
+            lambda delay: delay is not None,
+        )
         await api.ok("delete_model", model_id=model_id)
         await asyncio.sleep(0.1)
         shutil.copytree(tmp_path / "a", tmp_path / "b")

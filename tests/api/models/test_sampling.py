@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.api.harness import Api, serving
+from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
@@ -465,12 +466,15 @@ async def test_weights_whose_session_ends_while_they_are_published_are_released(
     tmp_path: Path,
 ) -> None:
     backend = SlowToPublish()
-    async with serving(tmp_path, backend=backend) as api, asyncio.timeout(10):
+    async with serving(tmp_path, backend=backend) as api, asyncio.timeout(60):
         session = await api.session()
         await api.sample(await api.sampler(session))
         await backend.begun.wait()
         await api.ok(f"sessions/{session}/finish", reason={"type": "success"})
         backend.gate.set()
         await backend.published.wait()
-        while backend.stats()["num_versions"]:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
+        await async_wait_for(
+            "no version is left",
+            lambda: backend.stats()["num_versions"],
+            lambda num_versions: num_versions == 0,
+        )

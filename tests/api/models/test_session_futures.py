@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from tinker import types
 
 from tests.api.harness import Api, serving
 from tests.api.thread_server import PROMPT, thread_server
+from tests.waiting import async_wait_for, wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.completion_log import CLIENT_BLOCK
@@ -33,12 +34,10 @@ async def finished(api: Api, sampler: str, seq_id: int) -> str:
     return accepted["request_id"]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen within ten seconds")
+async def until_running(backend: "HeldSamples", number: int) -> None:
+    await async_wait_for(
+        f"{number} calls run", lambda: backend.num_running, lambda running: running == number
+    )
 
 
 def ids(completions: list[dict]) -> list[str]:
@@ -175,7 +174,7 @@ async def test_a_cancelled_sample_fails_at_once_and_its_work_ends(tmp_path: Path
     async with serving(tmp_path, backend=backend) as api:
         sampler = await api.sampler(await api.session())
         kept, dropped = [await api.sample(sampler, seq_id=i) for i in range(2)]
-        await until(lambda: backend.num_running == 2)
+        await until_running(backend, 2)
         await api.ok("cancel_future", request_id=dropped["request_id"])
         assert "cancelled by its client" in await api.failure(dropped)
         await asyncio.sleep(0)
@@ -197,7 +196,7 @@ async def test_only_the_owner_cancels(tmp_path: Path) -> None:
     backend = HeldSamples(Config(data_dir=tmp_path))
     async with serving(tmp_path, backend=backend) as api:
         accepted = await api.sample(await api.sampler(await api.session()), seq_id=0)
-        await until(lambda: backend.num_running == 1)
+        await until_running(backend, 1)
         refusal = await api.as_user("bob").post("cancel_future", request_id=accepted["request_id"])
         assert refusal.status_code == 410
         assert (await api.post("cancel_future", request_id="sample-none")).status_code == 410
@@ -211,9 +210,9 @@ async def test_the_end_of_a_session_ends_its_samples_and_no_others(tmp_path: Pat
         sampler, other = await api.sampler(ending), await api.sampler(staying)
         dropped = [await api.sample(sampler, seq_id=i) for i in range(3)]
         kept = await api.sample(other, seq_id=0)
-        await until(lambda: backend.num_running == 4)
+        await until_running(backend, 4)
         await api.ok(f"sessions/{ending}/finish", reason={"type": "success"}, detail=None)
-        await until(lambda: backend.num_running == 1)
+        await until_running(backend, 1)
         for accepted in dropped:
             assert "its session has ended" in await api.failure(accepted)
         assert (await api.get(f"retrieve_future/{kept['request_id']}")).json()[
@@ -303,11 +302,11 @@ def test_a_sample_that_the_sdk_abandons_is_cancelled(held: HeldSamples) -> None:
             await sampler.sample(PROMPT, 1, params)
 
         sample = asyncio.create_task(wait())
-        await until(lambda: held.num_running == 1)
+        await until_running(held, 1)
         sample.cancel()
         await asyncio.gather(sample, return_exceptions=True)
 
     service = tinker.ServiceClient()
     asyncio.run(abandon(service.create_sampling_client(base_model=MODEL).result()))
-    asyncio.run(until(lambda: held.num_cancelled == 1))
+    wait_for("it is cancelled", lambda: held.num_cancelled, lambda cancelled: cancelled == 1)
     service.close("success").result()

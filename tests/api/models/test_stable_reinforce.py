@@ -1,9 +1,9 @@
 """stable_reinforce over the API: recorded samples, spans, sessions, users, expiry."""
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import not_
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.api.harness import Api, serving, wire_datum
+from tests.waiting import async_wait_for
 from tinkercloud.core.types import ProvenanceSpan
 from tinkercloud.wire.codec import WireDatum
 
@@ -259,11 +260,7 @@ async def test_unused_records_are_swept(tmp_path: Path) -> None:
     async with serving(tmp_path, record_ttl_s=0.2) as api:
         await Scene.begin(api)
         rows = "SELECT * FROM recorded_sequences"
-        for _ in range(200):
-            if not await api.services.database.all(rows):
-                break
-            await asyncio.sleep(0.05)
-        assert not await api.services.database.all(rows)
+        await async_wait_for("no record is left", lambda: api.services.database.all(rows), not_)
 
 
 async def test_the_records_of_a_user_are_bounded(tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """Real SGLang servers on a CPU, for tests: which Python runs them, and what keeps them small."""
 
-import asyncio
 import json
 import os
-import time
 from collections.abc import Sequence
+from operator import not_
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tests.embedded.tiny import EOS, write_tiny_model
+from tests.waiting import async_wait_for
 from tinkercloud.cluster.base_models import CPU_OPTIONS, ENGINE_ENTRY
 from tinkercloud.cluster.rollout.manager import RolloutManager
 from tinkercloud.cluster.rollout.settings import RolloutSettings
@@ -121,11 +121,9 @@ def processes(manager: RolloutManager, index: int = 0) -> list[psutil.Process]:
     return [actor, guard, *guard.children(recursive=True)]
 
 
-async def gone(killed: Sequence[psutil.Process], within_s: float = 30.0) -> bool:
-    """Whether all of them end in time."""
-    deadline = time.monotonic() + within_s
-    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in killed):
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.2)
-    return True
+async def wait_until_ended(killed: Sequence[psutil.Process]) -> None:
+    await async_wait_for(
+        "they have ended",
+        lambda: [p for p in killed if p.is_running() and p.status() != psutil.STATUS_ZOMBIE],
+        not_,
+    )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.ray_cluster import free_cpus, groups_alive, settled, total_cpus, two_nodes
+from tests.cluster.ray_cluster import groups_alive, two_nodes, wait_until_settled
 from tinkercloud.cluster.gpus import placement
 from tinkercloud.cluster.gpus.placement import Bundle, Placer, Request, in_rank_order, release
 from tinkercloud.errors import CapacityTimeout
@@ -20,7 +20,7 @@ def cluster() -> Iterator[object]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert settled(), f"left behind: {groups_alive()}, {free_cpus()} of {total_cpus()} CPUs free"
+    wait_until_settled()
 
 
 def wish(num_bundles: int, name: str = "model", **options) -> Request:
@@ -129,5 +129,5 @@ async def test_a_fault_at_any_step_leaves_no_group(monkeypatch, step):
         for _ in range(4):  # Ray may be anywhere in preparing the bundles
             with pytest.raises(RuntimeError, match="injected"):
                 await placer.take(wish(2))
-    assert await asyncio.to_thread(settled)
+    await asyncio.to_thread(wait_until_settled)
     await release(await placer.take(wish(2)))

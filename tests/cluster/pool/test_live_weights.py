@@ -15,7 +15,7 @@ from tests.cluster.cpu.engines import (
     sglang_environment,
     write_served_model,
 )
-from tests.cluster.ray_cluster import groups_alive, one_node, settled
+from tests.cluster.ray_cluster import one_node, wait_until_settled
 from tests.embedded.tiny import ask, supervised
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.config import ClusterConfig, Config, ModelSource
@@ -64,7 +64,7 @@ async def backend(request, tmp_path_factory) -> AsyncIterator[ClusterBackend]:
     backend.way = request.param
     yield backend
     await backend.stop()
-    assert settled(), groups_alive()
+    wait_until_settled()
 
 
 def counts(backend: ClusterBackend) -> dict[str, int]:

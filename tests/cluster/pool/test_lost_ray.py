@@ -3,12 +3,14 @@ Ray and new GPUs, and goes on where checkpoints and versions are."""
 
 import asyncio
 import time
+from operator import not_
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from tests.waiting import async_wait_for
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.errors import EngineDied, TrainingRewound
@@ -38,9 +40,11 @@ def kill_raylet() -> None:
 async def until(backend: ClusterBackend, *, ready: bool) -> float:
     """Seconds that it took."""
     begun = time.monotonic()
-    async with asyncio.timeout(LIMIT_S):
-        while all(v is None for v in (await backend.readiness()).values()) != ready:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await async_wait_for(
+        "it is ready" if ready else "it is not ready",
+        backend.readiness,
+        lambda reasons: all(reason is None for reason in reasons.values()) == ready,
+    )
     return time.monotonic() - begun
 
 
@@ -84,8 +88,7 @@ async def test_what_runs_when_the_raylet_is_killed_fails_and_the_next_operation_
     await backend.create_model("m", "a", SPEC)
     (faults / "forward_only-0-hang").touch()
     running = asyncio.create_task(loss(backend))
-    while any(faults.iterdir()):  # noqa: ASYNC110, ASYNC240
-        await asyncio.sleep(0.02)
+    await async_wait_for("the rank hangs", lambda: list(faults.iterdir()), not_)
     kill_raylet()
     async with asyncio.timeout(5):
         with pytest.raises(EngineDied, match="raylet"):

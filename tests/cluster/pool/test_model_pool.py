@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cluster.ray_cluster import free_cpus, groups_alive, one_node, settled, total_cpus
+from tests.cluster.ray_cluster import groups_alive, one_node, wait_until_settled
+from tests.waiting import async_wait_for
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.cluster.gpus import placement
 from tinkercloud.core.types import (
@@ -41,7 +42,7 @@ def ray() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert settled(), f"left behind: {groups_alive()}, {free_cpus()} of {total_cpus()} CPUs free"
+    wait_until_settled()
 
 
 async def train(backend: ClusterBackend, model_id: str) -> float:
@@ -51,9 +52,8 @@ async def train(backend: ClusterBackend, model_id: str) -> float:
 
 
 async def until_waiting(backend: ClusterBackend, model_id: str) -> str:
-    async with asyncio.timeout(15):
-        while (reason := backend.queue_state(model_id)) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    reason = await async_wait_for("it waits", lambda: backend.queue_state(model_id))
+    assert reason is not None
     return reason
 
 
@@ -82,7 +82,7 @@ async def test_a_fault_at_any_step_of_creation_leaves_no_process_and_the_next_cr
             patch.setattr(placement, "_probe", broken)
         with pytest.raises((EngineDied, RuntimeError)):
             await backend.create_model("m", "a", spec)
-    assert await asyncio.to_thread(settled), groups_alive()
+    await asyncio.to_thread(wait_until_settled)
     with pytest.raises(ModelStateLost):
         await train(backend, "m")
     await backend.create_model("m", "a", spec)
@@ -110,7 +110,7 @@ async def test_a_cancelled_creation_leaves_no_process(backend: ClusterBackend, f
     creating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await creating
-    assert await asyncio.to_thread(settled), groups_alive()
+    await asyncio.to_thread(wait_until_settled)
 
 
 async def test_a_model_waits_says_why_and_is_created_when_another_is_deleted(

@@ -19,12 +19,12 @@ import pytest_asyncio
 from tests.cluster.cpu import recorder
 from tests.cluster.cpu.engines import (
     CONTEXT,
-    gone,
     logprobs,
     processes,
     settings,
     sglang_command,
     sglang_environment,
+    wait_until_ended,
     write_served_model,
 )
 from tests.cluster.ray_cluster import one_node
@@ -105,7 +105,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     shared = shared_memory_files(engine[2:])
     assert shared, "the engine has none: this test would see none that it leaves"
     await manager.stop()
-    assert await gone(engine), "processes outlived their manager"
+    await wait_until_ended(engine)
     assert not [path for path in shared if path.exists()], "shared memory outlived its engine"
 
 
@@ -529,7 +529,7 @@ async def test_an_engine_whose_actor_is_killed_leaves_no_process_and_restarts_wi
     underway = asyncio.create_task(bench.manager.generate("all", request))
     await asyncio.sleep(0.5)
     before[0].send_signal(signal.SIGKILL)
-    assert await gone(before[1:])
+    await wait_until_ended(before[1:])
     ours, theirs = await underway, bench.embedded.one(trained["all"][0], request)
     for mine, other in zip(ours.sequences, theirs.sequences, strict=True):
         assert_same(mine, other)

@@ -17,11 +17,11 @@ from transformers import LlamaForCausalLM
 from tests.cluster.cpu import recorder
 from tests.cluster.cpu.engines import (
     arguments,
-    gone,
     logprobs,
     processes,
     settings,
     sglang_command,
+    wait_until_ended,
     write_served_model,
 )
 from tests.cluster.ray_cluster import one_node
@@ -190,7 +190,7 @@ async def test_a_server_that_dies_restarts_with_the_weights_it_had(bench):
     server = next(p for p in engine[2:] if "cluster.sglang.entry" in " ".join(p.cmdline()))
     restarts = bench.manager.stats()["engine_restarts"]
     server.send_signal(signal.SIGKILL)
-    assert await gone(engine[3:])
+    await wait_until_ended(engine[3:])
     np.testing.assert_array_equal(await bench.scores(weights), before)
     assert bench.manager.stats()["engine_restarts"] == restarts + 1
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.cpu import miles_stand_in
 from tests.cluster.cpu.tiny import PLAIN, SIZES
-from tests.cluster.ray_cluster import one_node, settled
+from tests.cluster.ray_cluster import one_node, wait_until_settled
 from tests.serving import ROOT
 from tinkercloud.cluster.base_models import BaseModel, BaseModels
 from tinkercloud.cluster.training import miles_start
@@ -367,4 +367,4 @@ class TestInATrainGroup:
             assert again.metrics == expected.metrics
             await group.close()
             await release(placement)
-            assert settled()
+            wait_until_settled()

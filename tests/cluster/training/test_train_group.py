@@ -5,20 +5,15 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
+from operator import not_
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.cluster.cpu.tiny import PLAIN, SIZES
-from tests.cluster.ray_cluster import (
-    STORE_BYTES,
-    free_cpus,
-    groups_alive,
-    settled,
-    total_cpus,
-    two_nodes,
-)
+from tests.cluster.ray_cluster import STORE_BYTES, two_nodes, wait_until_settled
+from tests.waiting import async_wait_for
 from tinkercloud.cluster.gpus.placement import Placement, Placer, Request, release, train_indices
 from tinkercloud.cluster.training.rank_actors import GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
@@ -41,7 +36,7 @@ def cluster() -> Iterator[object]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    assert settled(), f"left behind: {groups_alive()}, {free_cpus()} of {total_cpus()} CPUs free"
+    wait_until_settled()
 
 
 def tiny_plan(dp: int) -> Plan:
@@ -264,9 +259,7 @@ async def test_a_rank_that_dies_between_operations_is_noticed_without_one(bench:
     import ray
 
     ray.kill(group._ranks._actors[1])
-    async with asyncio.timeout(20):
-        while group.alive:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await async_wait_for("its end is noticed", lambda: group.alive, not_)
     await group.onload()
     await step(group)  # untouched since its creation: nothing was lost, nothing is told
 

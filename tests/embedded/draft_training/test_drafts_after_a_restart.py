@@ -1,8 +1,8 @@
 """What drafts have learned is on disk: the next engine drafts with it."""
 
-import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.embedded.draft_training.toy_policy import same_bits, tiny_version
 from tests.embedded.process.worker_driver import Driver
 from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import ask, open_store, random_prompt
+from tests.waiting import wait_for
 from tinkercloud.core.types import FromBase, SampleOutput
 from tinkercloud.embedded.draft_training.driver import copied
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
@@ -55,10 +56,13 @@ def test_the_next_engine_drafts_with_the_head_that_was_trained(
         request = ask(random_prompt(18, 1), max_tokens=16, seed=1, use_eos=False)
         drawn = driver.call(Sample(version, request))
         assert isinstance(drawn, SampleOutput)
-        until = time.monotonic() + 30.0
-        while (stats := driver.stats.speculation.get("tiny")) is None:
-            assert time.monotonic() < until
+
+        def read() -> dict[str, Any] | None:
             driver.call(Publish(FromBase("tiny")))
+            return driver.stats.speculation.get("tiny")
+
+        stats = wait_for("there are figures of speculation", read)
+        assert stats is not None
         assert stats["following"]["draft"] == name != "draft-000001"
     finally:
         driver.end()

@@ -1,7 +1,7 @@
 """Online training of drafts: what it captures, when it trains, what it changes."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from tests.embedded.drafting.test_speculative_rl import datum
 from tests.embedded.process.worker_driver import Driver
 from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import ask, open_store, random_prompt, same
+from tests.waiting import wait_for
 from tinkercloud.config import DraftConfig
 from tinkercloud.core.types import (
     AdamParams,
@@ -251,17 +252,21 @@ def test_samples_and_weights_are_those_without_a_draft_that_learns(
     assert plain.saved(tmp_path / "a") == drafted.saved(tmp_path / "b")
 
 
+def following(driver: Driver) -> dict[str, Any]:
+    """Figures of draft training, which come with the answer to a request."""
+    driver.call(Publish(FromBase("tiny")))
+    return driver.stats.speculation["tiny"]["following"]
+
+
 def test_training_keeps_within_its_share_and_is_reported(
     runs: tuple[Run, Run, Driver, Path],
 ) -> None:
     _, _, driver, scratch = runs
-    until = time.monotonic() + 60.0
-    snapshot: dict[str, Any] = {"last_training": None}
-    while not (snapshot["last_training"] and snapshot["policy_steps"] == STEPS):
-        assert time.monotonic() < until, str(snapshot)
-        driver.call(Publish(FromBase("tiny")))
-        time.sleep(0.1)
-        snapshot = driver.stats.speculation["tiny"]["following"]
+    snapshot = wait_for(
+        "the draft has been trained after the last step",
+        lambda: following(driver),
+        lambda seen: seen["last_training"] and seen["policy_steps"] == STEPS,
+    )
     assert not snapshot["is_over"]
     seconds = snapshot["seconds"]
     assert seconds["capture"] > 0
@@ -332,17 +337,12 @@ class Sampled:
         for call in calls:
             self.driver.wait(call)
 
-    def following(self) -> dict[str, Any]:
-        self.driver.call(Publish(FromBase("tiny")))
-        return self.driver.stats.speculation["tiny"]["following"]
+    def wait_for(self, what: str, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        return wait_for(what, lambda: following(self.driver), holds)
 
     def outcome(self) -> dict[str, Any]:
         """Once a training has ended."""
-        until = time.monotonic() + 60.0
-        while not sum((found := self.following())["trainings"].values()):
-            assert time.monotonic() < until, str(found)
-            time.sleep(0.05)
-        return found
+        return self.wait_for("a training has ended", lambda seen: sum(seen["trainings"].values()))
 
 
 @contextmanager
@@ -399,10 +399,7 @@ def test_a_training_that_breaks_off_is_counted_and_the_draft_stays(
     """Weights of this size overflow in the second step at the latest."""
     with only_samples(folder, tmp_path, rate=1e30) as sampled:
         sampled.sample(0)
-        until = time.monotonic() + 60.0
-        while not (found := sampled.following())["trainings"]["failed"]:
-            assert time.monotonic() < until, str(found)
-            time.sleep(0.05)
+        found = sampled.wait_for("one has failed", lambda seen: seen["trainings"]["failed"])
     assert (found["trainings"]["used"], found["trainings"]["refused"]) == (0, 0)
     assert found["draft"] == sampled.before and found["last_training"] is None
 
@@ -432,10 +429,7 @@ def test_who_asks_is_not_kept_waiting_where_the_samples_are_too_few(
         request = ask(random_prompt(8, 0), max_tokens=24, seed=0, use_eos=False)
         sampled.driver.call(Sample(version, request))
         sampled.driver.call(TrainDraft("tiny"))
-        until = time.monotonic() + 60.0
-        while (found := sampled.following())["is_asked"]:
-            assert time.monotonic() < until, str(found)
-            time.sleep(0.05)
+        found = sampled.wait_for("it is answered", lambda seen: not seen["is_asked"])
     assert found["trainings"] == {"used": 0, "refused": 0, "failed": 0}
 
 

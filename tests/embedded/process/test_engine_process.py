@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.embedded.tiny import ask, random_prompt, supervised
+from tests.waiting import async_wait_for
 from tinkercloud.config import Config, EngineConfig, ModelSource
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
 from tinkercloud.embedded.backend import EmbeddedBackend
@@ -45,6 +46,12 @@ BATCH = TrainBatch((supervised(40, 1),), "cross_entropy")
 
 async def kill_engine(backend: EmbeddedBackend) -> None:
     os.kill(backend._host._process.pid, signal.SIGKILL)
+
+
+async def end_engine(backend: EmbeddedBackend) -> None:
+    """As `kill_engine`, and wait until the backend knows it."""
+    await kill_engine(backend)
+    await async_wait_for("the engine has ended", backend.stats, lambda s: not s["engine_alive"])
 
 
 async def test_a_model_trains_and_is_sampled_across_the_process_boundary(
@@ -137,9 +144,7 @@ async def test_an_engine_that_keeps_dying_is_started_again_and_again(
 ) -> None:
     monkeypatch.setattr(host, "restart_wait_s", lambda num_starts: 0.01 * num_starts)
     for number in range(1, 8):
-        await kill_engine(backend)
-        while backend.stats()["engine_alive"]:  # noqa: ASYNC110 - another process ends
-            await asyncio.sleep(0.01)
+        await end_engine(backend)
         assert "started again" in str(backend.queue_state("m"))
         assert backend.trouble() == backend.queue_state("m")
         await backend.publish(FromBase("tiny"))

@@ -1,6 +1,5 @@
 """An engine comes back however often it ends, and the server says so meanwhile."""
 
-import asyncio
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tests.embedded.process.test_engine_process import config, kill_engine
+from tests.waiting import async_wait_for
 from tinkercloud.config import Config
 from tinkercloud.embedded.backend import EmbeddedBackend
 from tinkercloud.embedded.process import host
@@ -39,14 +39,18 @@ async def test_one_that_ends_at_each_of_twelve_starts_comes_back(
         with monkeypatch.context() as broken:
             broken.setattr(sys, "executable", str(tmp_path / "missing"))
             await kill_engine(backend)
-            async with asyncio.timeout(30):
-                while "no engine process can be started" not in caplog.text:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await async_wait_for(
+                "the log says that no engine starts",
+                lambda: caplog.text,
+                lambda text: "no engine process can be started" in text,
+            )
             broken.setattr(sys, "executable", str(counting_failure(tmp_path)))
             accepted = await api.optim_step(model_id, 2, learning_rate=0.1)
-            async with asyncio.timeout(60):
-                while num_starts(tmp_path) < NUM_STARTS:  # noqa: ASYNC110 - another process
-                    await asyncio.sleep(0.01)
+            await async_wait_for(
+                f"it was started {NUM_STARTS} times",
+                lambda: num_starts(tmp_path),
+                lambda number: number >= NUM_STARTS,
+            )
             assert (await api.http.get("/healthz")).status_code == 200
             ready = await api.http.get("/readyz")
             assert ready.status_code == 503

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.embedded.process.test_engine_process import backend, config, kill_engine
+from tests.embedded.process.test_engine_process import backend, config, end_engine, kill_engine
 from tests.embedded.tiny import ask, random_prompt, supervised
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.types import (
@@ -43,12 +43,6 @@ async def go_on(backend: Backend) -> list[object]:
     logprobs = [each["logprobs"].tobytes() for each in (*first.outputs, *second.outputs)]
     version = await backend.publish(FromModel("m"))
     return [first.metrics, step, second.metrics, *logprobs, await drawn(backend, version)]
-
-
-async def end_engine(backend: EmbeddedBackend) -> None:
-    await kill_engine(backend)
-    while backend.stats()["engine_alive"]:  # noqa: ASYNC110 - another process ends
-        await asyncio.sleep(0.001)
 
 
 async def drawn(backend: Backend, version: str) -> list[tuple[bytes, bytes]]:

@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.embedded.tiny import ask, random_prompt, same
+from tests.waiting import async_wait_for
 from tinkercloud.config import Config, EngineConfig, ModelSource
 from tinkercloud.core.types import FromBase, TokenChunk
 from tinkercloud.embedded.backend import EmbeddedBackend
@@ -48,12 +49,6 @@ def block_until_idle(pid: int) -> None:
     raise AssertionError("the process computes for ever")
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - counters of another process
-            await asyncio.sleep(0.02)
-
-
 async def test_tokens_come_while_the_engine_draws_and_are_those_of_the_result(
     backend: EmbeddedBackend,
 ) -> None:
@@ -83,13 +78,13 @@ async def test_a_cancelled_call_ends_its_samples_and_no_others(backend: Embedded
     endless = ask(random_prompt(20, 2), n=8, max_tokens=1000, use_eos=False)
     doomed = asyncio.create_task(backend.sample(version, endless, chunks.append))
     other = asyncio.create_task(backend.sample(version, request))
-    await until(lambda: len(chunks) > 100)
+    await async_wait_for("tokens come", lambda: len(chunks), lambda number: number > 100)
     doomed.cancel()
     with pytest.raises(asyncio.CancelledError):
         await doomed
     num_chunks = len(chunks)
     same(await other, alone)
-    await until(lambda: backend.stats()["sampling_running"] == 0)
+    await async_wait_for("nothing runs", backend.stats, lambda s: s["sampling_running"] == 0)
     assert backend.stats()["sampling_waiting"] == 0
     assert len(chunks) == num_chunks < 8000
     assert backend._host._pending == {}
@@ -101,7 +96,7 @@ async def test_a_stream_fails_with_its_engine(backend: EmbeddedBackend) -> None:
     request = ask(random_prompt(20, 1), n=8, max_tokens=1000, use_eos=False)
     chunks: list[TokenChunk] = []
     call = asyncio.create_task(backend.sample(version, request, chunks.append))
-    await until(lambda: bool(chunks))
+    await async_wait_for("tokens come", lambda: len(chunks))
     os.kill(backend._host._process.pid, signal.SIGKILL)
     with pytest.raises(EngineDied):
         await call
@@ -118,7 +113,7 @@ async def test_a_reader_that_stops_reading_does_not_stop_the_engine(
     pid = backend._host._process.pid
     began_s = cpu_s(pid)
     call = asyncio.create_task(backend.sample(version, request, chunks.append))
-    await until(lambda: bool(chunks))
+    await async_wait_for("tokens come", lambda: len(chunks))
     assert len(chunks) < 200, "it has most of its work before it"
     block_until_idle(pid)
     blocked_s = cpu_s(pid) - began_s

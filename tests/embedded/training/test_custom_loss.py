@@ -1,8 +1,5 @@
 """A custom loss on the server has the gradient of the client's own path; by the official client."""
 
-import asyncio
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +7,10 @@ import numpy as np
 import pytest
 import tinker
 import torch
-import uvicorn
 from tinker import types
 
 import tinker_gmi
+from tests.api.thread_server import serve
 from tinkercloud.app import create_app
 from tinkercloud.config import Config, ModelSource
 from tinkercloud.storage.keys import KeyStore
@@ -60,17 +57,8 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
         data_dir=data_dir, models=(ModelSource(MODEL, folder),), dtype="float32", speculate="off"
     )
     app = create_app(config, client_config={"custom_loss_server_side": True})
-    options = uvicorn.Config(app, port=0, log_level="warning", lifespan="on", ws="none")
-    server = uvicorn.Server(options)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.05)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield {"base_url": f"http://127.0.0.1:{port}", **keys}
-    server.should_exit = True
-    thread.join()
+    with serve(app) as base_url:
+        yield {"base_url": base_url, **keys}
 
 
 @pytest.fixture

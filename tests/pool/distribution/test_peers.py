@@ -1,15 +1,10 @@
 """Files from peer to peer over loopback, with peers that die, lie, or begin in the middle."""
 
 import json
-import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.serving import QUIET, ROOT
+from tests.serving import command
+from tests.waiting import wait_for_line
 from tinkercloud.cli import main
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.distribution import download as downloading
@@ -200,28 +196,6 @@ def test_pieces_that_nobody_has_end_in_a_sentence(
     store.close()
 
 
-@contextmanager
-def command(name: str, *arguments: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tinkercloud", "pool", name, *arguments],
-            cwd=ROOT, env=os.environ | QUIET, stdout=output, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def awaited(pattern: str, log: Path) -> str:
-    deadline = time.monotonic() + LIMIT_S
-    while (match := re.search(pattern, log.read_text())) is None:
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
-    return match[1]
-
-
 def test_two_peers_end_with_the_whole_file_though_its_only_seeder_is_killed(
     smollm2_gguf: Path, tmp_path: Path
 ) -> None:
@@ -232,19 +206,19 @@ def test_two_peers_end_with_the_whole_file_though_its_only_seeder_is_killed(
     for name, half in zip("ab", halves, strict=True):
         store_with(tmp_path / name, smollm2_gguf, manifest, half).close()
     logs = {name: tmp_path / f"{name}.log" for name in ("seed", "a", "b")}
-    with command("seed", str(smollm2_gguf), log=logs["seed"]) as seeder:
-        seeds = f"127.0.0.1:{awaited(r'ready: 127.0.0.1:([0-9]+)', logs['seed'])}"
-        digest = awaited("digest ([0-9a-f]+)", logs["seed"])
+    with command("pool", "seed", str(smollm2_gguf), log=logs["seed"]) as seeder:
+        seeds = wait_for_line(r"ready: (127.0.0.1:\d+)", logs["seed"], seeder)[1]
+        digest = wait_for_line("digest ([0-9a-f]+)", logs["seed"], seeder)[1]
         common = ("--digest", digest, "--stay")
-        first = ("fetch", seeds, "--to", str(tmp_path / "a"), *common)
+        first = ("pool", "fetch", seeds, "--to", str(tmp_path / "a"), *common)
         with command(*first, log=logs["a"]) as one:
-            port = awaited(r"serving them at 127.0.0.1:([0-9]+)", logs["a"])
-            second = ("fetch", seeds, f"127.0.0.1:{port}", "--to", str(tmp_path / "b"), *common)
+            peer = wait_for_line(r"serving them at (127.0.0.1:\d+)", logs["a"], one)[1]
+            second = ("pool", "fetch", seeds, peer, "--to", str(tmp_path / "b"), *common)
             with command(*second, log=logs["b"]) as other:
-                awaited(r"(serving them)", logs["b"])
+                wait_for_line("serving them", logs["b"], other)
                 seeder.kill()
                 for name, process in (("a", one), ("b", other)):
-                    awaited("(whole: )", logs[name])
+                    wait_for_line("whole: ", logs[name], process)
                     fetched = (tmp_path / name / smollm2_gguf.name).read_bytes()
                     assert fetched == smollm2_gguf.read_bytes()
                     assert process.poll() is None

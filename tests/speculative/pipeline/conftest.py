@@ -1,12 +1,12 @@
 """Workers behind gRPC on loopback, in this process."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.speculative.pipeline.scripted import MODEL, ScriptedEngine
+from tests.waiting import wait_for
 from tinkercloud.addresses import Address
 from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.remote.connection import ServerSecurity
@@ -16,14 +16,9 @@ from tinkercloud.speculative.remote.target_messages import TargetModel
 from tinkercloud.speculative.remote.target_worker import TargetLimits, TargetWorker
 from tinkercloud.speculative.remote.worker import DraftWorker
 
-LIMIT_S = 20.0
 
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def wait_until_no_session(target: WorkerServer[TargetWorker]) -> None:
+    wait_for("no session is left", target.worker.stats, lambda s: s["sessions"] == 0)
 
 
 class Workers:

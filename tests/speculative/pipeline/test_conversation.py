@@ -3,13 +3,15 @@
 import asyncio
 import json
 from dataclasses import replace
+from operator import not_
 from pathlib import Path
 
 import pytest
 
 from tests.chat.model_folder import write_model_folder
-from tests.speculative.pipeline.conftest import Workers, at, until
+from tests.speculative.pipeline.conftest import Workers, at, wait_until_no_session
 from tests.speculative.pipeline.scripted import Knowing, ScriptedEngine, plain
+from tests.waiting import async_wait_for, wait_for
 from tinkercloud.chat.text_model import Conversation, TextModel
 from tinkercloud.commands.generation.worker_chat import WorkerChat
 from tinkercloud.errors import UserError
@@ -67,11 +69,12 @@ def test_turns_are_the_target_s_and_share_sessions(
             if all(each.finish_reason == "length" for each in session.results):
                 assert drafter.begun == 1
                 assert target.worker.stats()["sessions"] == 1
-        until(lambda: target.worker.stats()["sessions"] == 0)
+        wait_until_no_session(target)
         session.generate("still there?")  # begins anew, with all that was said
         assert_said(session, text)
         session.end()
-    until(lambda: not drafter.live and target.worker.stats()["sessions"] == 0)
+    wait_for("no draft is left", lambda: drafter.live, not_)
+    wait_until_no_session(target)
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
@@ -96,13 +99,14 @@ async def test_one_turn_at_a_time_and_a_cancelled_one_leaves_nothing(
     async with Orchestrator(at(target), options=OPTIONS) as pipeline:
         session = pipeline.chat_session()
         turn = asyncio.ensure_future(session.generate_async("hello"))
-        await asyncio.to_thread(until, lambda: bool(engine.jobs))
+        await async_wait_for("a job runs", lambda: engine.jobs)
         with pytest.raises(UserError, match="a turn already"):
             await session.generate_async("me too")
         turn.cancel()
         with pytest.raises(asyncio.CancelledError):
             await turn
-        until(lambda: not engine.jobs and target.worker.stats()["sessions"] == 0)
+        wait_for("no job is left", lambda: engine.jobs, not_)
+        wait_until_no_session(target)
         engine.is_held = False
         await session.generate_async("hello")
         assert_said(session, text)

@@ -7,13 +7,15 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from operator import not_
 from pathlib import Path
 
 import pytest
 
 from tests.serving import ROOT
-from tests.speculative.pipeline.conftest import Workers, at, until
+from tests.speculative.pipeline.conftest import Workers, at, wait_until_no_session
 from tests.speculative.pipeline.scripted import MODEL, Knowing, ScriptedEngine, plain
+from tests.waiting import async_wait_for, wait_for
 from tinkercloud.errors import ConfigError, InvalidRequest, UserError
 from tinkercloud.speculative.pipeline import (
     Orchestrator,
@@ -51,8 +53,9 @@ def test_an_output_is_the_target_s_whatever_is_drafted(
         assert len(result.rounds) <= 1 + len(result.tokens) / 9
     if wrong == 1:
         assert result.acceptance == 0.0
-    until(lambda: target.worker.stats()["sessions"] == target.worker.stats()["connections"] == 0)
-    until(lambda: not drafter.live)
+    wait_until_no_session(target)
+    wait_for("no connection is left", target.worker.stats, lambda s: s["connections"] == 0)
+    wait_for("no draft is left", lambda: drafter.live, not_)
     assert not engine.jobs
 
 
@@ -147,7 +150,7 @@ def test_a_target_that_does_not_answer_is_given_up(workers: Workers) -> None:
         pytest.raises(TargetGone, match=r"no answer for 0\.3 s"),
     ):
         pipeline.run_with_result_sync(PROMPT)
-    until(lambda: target.worker.stats()["sessions"] == 0)
+    wait_until_no_session(target)
     assert not engine.jobs
 
 
@@ -156,14 +159,15 @@ async def test_a_cancelled_run_leaves_no_session_and_no_job(workers: Workers) ->
     target, draft = workers.target(engine), workers.draft(drafter)
     async with Orchestrator(at(target), at(draft), OPTIONS) as pipeline:
         run = asyncio.ensure_future(pipeline.run(PROMPT))
-        await asyncio.to_thread(until, lambda: bool(engine.jobs))
+        await async_wait_for("a job runs", lambda: engine.jobs)
         run.cancel()
         with pytest.raises(asyncio.CancelledError):
             await run
-        until(lambda: not engine.jobs and target.worker.stats()["sessions"] == 0)
+        wait_for("no job is left", lambda: engine.jobs, not_)
+        wait_until_no_session(target)
         engine.is_held = False
         assert is_expected(await pipeline.run_with_result(PROMPT))
-    until(lambda: not drafter.live)
+    wait_for("no draft is left", lambda: drafter.live, not_)
 
 
 async def test_sync_calls_work_inside_a_running_loop(workers: Workers) -> None:

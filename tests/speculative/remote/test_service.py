@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from operator import not_
 from pathlib import Path
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 from tests.speculative.remote.test_remote_drafter import begun, tokens_of
 from tests.speculative.remote.test_worker import Counting
 from tests.speculative.remote.workers import TARGET, worker_of
+from tests.waiting import wait_for
 from tinkercloud.addresses import Address, parse_address, parse_addresses, read_key
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.remote import link as link_module
@@ -25,13 +27,6 @@ from tinkercloud.speculative.remote.worker import DraftWorker
 HERE = Address("127.0.0.1", 0)
 KEY = "a-key-of-a-test"
 LIMIT_S = 20.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -77,32 +72,40 @@ Connect = Callable[..., RemoteDrafter]
 def test_drafts_come_over_grpc_and_outcomes_without_asking(start: Start, connect: Connect) -> None:
     worker = worker_of(Counting)
     remote = connect(start(worker).port)
-    until(lambda: remote.is_connected)
+    wait_for("it is connected", lambda: remote.is_connected)
     one = begun(remote, [1, 2])
     assert tokens_of(remote, one) == (3, 4, 5)
-    until(lambda: len(remote._branches[one.id]) > 1)  # the answer, and what is prepared
+    wait_for(
+        "the answer has come, and what is prepared",
+        lambda: len(remote._branches[one.id]),
+        lambda number: number > 1,
+    )
     one.tokens.extend([3, 4, 5, 6])
     assert tokens_of(remote, one) == (7, 8, 9)
     assert remote.counts["prepared"] == 1
     remote.close()
-    until(lambda: worker.stats()["samples"] == worker.stats()["connections"] == 0)
+    wait_for(
+        "nothing is left of it",
+        worker.stats,
+        lambda s: s["samples"] == s["connections"] == 0,
+    )
 
 
 def test_a_worker_that_is_started_later_or_again_is_found(start: Start, connect: Connect) -> None:
     first = start(worker_of(Counting))
     port = first.port
     remote = connect(port)
-    until(lambda: remote.is_connected)
+    wait_for("it is connected", lambda: remote.is_connected)
     one = begun(remote, [1, 2])
     assert tokens_of(remote, one) == (3, 4, 5)
     first.stop()
-    until(lambda: not remote.is_connected)
+    wait_for("it is not connected", lambda: remote.is_connected, not_)
     one.tokens.extend([9])
     began = time.monotonic()
     assert tokens_of(remote, one) == ()
     assert time.monotonic() - began < LIMIT_S / 2, "one that is known to be away is not waited for"
     start(worker_of(Counting), Address("127.0.0.1", port))
-    until(lambda: remote.is_connected)
+    wait_for("it is connected", lambda: remote.is_connected)
     assert tokens_of(remote, one) == (10, 11, 12)
 
 
@@ -118,13 +121,17 @@ def test_a_key_is_asked_for_and_is_enough(
 ) -> None:
     port = start(worker_of(Counting), security=ServerSecurity(KEY)).port
     right = connect(port, security=ClientSecurity(key_file))
-    until(lambda: right.is_connected)
+    wait_for("it is connected", lambda: right.is_connected)
     without = connect(port)
-    until(lambda: "wants its key" in caplog.text)
+    wait_for("it is refused", lambda: caplog.text, lambda text: "wants its key" in text)
     wrong = key_file.with_name("wrong")
     wrong.write_text("another")
     other = connect(port, security=ClientSecurity(wrong))
-    until(lambda: caplog.text.count("wants its key") >= 2)
+    wait_for(
+        "it is refused again",
+        lambda: caplog.text,
+        lambda text: text.count("wants its key") >= 2,
+    )
     assert not without.is_connected
     assert not other.is_connected
     assert KEY not in caplog.text
@@ -148,7 +155,7 @@ def test_tls_with_a_certificate_that_is_trusted(
     pair, (stranger, _) = self_signed(tmp_path, "worker"), self_signed(tmp_path, "stranger")
     port = start(worker_of(Counting), security=ServerSecurity(KEY, *pair)).port
     remote = connect(port, security=ClientSecurity(key_file, pair[0]))
-    until(lambda: remote.is_connected)
+    wait_for("it is connected", lambda: remote.is_connected)
     assert tokens_of(remote, begun(remote, [1, 2])) == (3, 4, 5)
     other = connect(port, security=ClientSecurity(key_file, stranger))
     time.sleep(0.5)
@@ -159,7 +166,7 @@ def test_bytes_that_are_no_messages_end_that_call_alone(start: Start, connect: C
     worker = worker_of(Counting)
     port = start(worker).port
     remote = connect(port)
-    until(lambda: remote.is_connected)
+    wait_for("it is connected", lambda: remote.is_connected)
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream(DRAFT.path)(iter([b"\xff\xff\xff"]))
         with pytest.raises(grpc.RpcError):
