@@ -16,7 +16,7 @@ from benchmarks.lib.report import Cell, Target
 from benchmarks.lib.server import embedded_flags
 from benchmarks.lib.training_http import TrainedModel
 from tests.serving import Server, running
-from tinkercloud.services.models.snapshots import SHARE
+from tinkercloud.services.recovery.snapshots import SHARE
 
 TAKEN, UNDERWAY = "tinkercloud_snapshots", "tinkercloud_snapshots_underway"
 

@@ -14,7 +14,7 @@ from typing import Any
 from tinkercloud import app, cli
 from tinkercloud.backends import BACKENDS
 from tinkercloud.embedded.backend import EmbeddedBackend
-from tinkercloud.services.models import snapshots
+from tinkercloud.services.recovery import snapshots
 from tinkercloud.storage.connections import AsyncConnection, SqliteConnector
 
 MODE = "RECOVERY_BENCHMARK"

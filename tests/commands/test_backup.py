@@ -13,7 +13,7 @@ from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.cli import main
 from tinkercloud.config import Config
 from tinkercloud.services.checkpoints import backups
-from tinkercloud.services.models import snapshots
+from tinkercloud.services.recovery import snapshots
 from tinkercloud.storage.database_file import DATABASE_NAME
 
 

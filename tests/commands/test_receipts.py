@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.api.harness import Api, serving, wire_datum
-from tests.api.models.test_recovery import train
+from tests.api.recovery.test_recovery import train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.cli import main
 from tinkercloud.commands.runs.receipt import NOT_NUMBERED

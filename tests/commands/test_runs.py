@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.api.harness import Api, serving, wire_datum
-from tests.api.models.test_recovery import ADAM, goes_on, train
+from tests.api.recovery.test_recovery import ADAM, goes_on, train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.cli import main
-from tinkercloud.services.models import run_archive, snapshots
+from tinkercloud.services.recovery import run_archive, snapshots
 
 
 async def command(folder: Path, *arguments: str) -> int:

@@ -21,8 +21,8 @@ BEYOND: Mapping[tuple[str, str], str] = {
     ("services/container.py", "self.spans.close()"): SPANS,
     ("services/observability/span_export.py", ""): SPANS,
     ("services/accounts/unused_sessions.py", '"interrupted"'): "30 days without a request",
-    ("services/models/recovery.py", "self._note_difference("): SAME_BITS,
-    ("services/models/recovery.py", "def _note_difference"): SAME_BITS,
+    ("services/recovery/recovery.py", "self._note_difference("): SAME_BITS,
+    ("services/recovery/recovery.py", "def _note_difference"): SAME_BITS,
     ("services/runs/replay.py", "def _deviation"): SAME_BITS,
     ("services/runs/replay.py", "self._deviation("): SAME_BITS,
 }

@@ -20,12 +20,9 @@ from unittest.mock import patch
 from tests.simulation.disk import Disk
 from tests.simulation.loop import SimulatedLoop
 from tinkercloud.services.captures.webhook_sender import WebhookFailed, WebhookSender
-from tinkercloud.services.models import (
-    result_answer,
-    sampling_service,
-    training_outcomes,
-    training_service,
-)
+from tinkercloud.services.models import sampling_service, training_service
+from tinkercloud.services.recovery import training_outcomes
+from tinkercloud.services.results import result_answer
 
 WRITING = frozenset("wax+")
 INLINE = (

@@ -23,9 +23,9 @@ from tinkercloud.errors import VersionLost
 from tinkercloud.services.captures.capture_recorder import CaptureRecorder
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.models.model_service import ModelService
-from tinkercloud.services.models.recovery import Recovery
 from tinkercloud.services.models.sampling_service import SamplingService
-from tinkercloud.services.models.snapshots import Snapshots
+from tinkercloud.services.recovery.recovery import Recovery
+from tinkercloud.services.recovery.snapshots import Snapshots
 from tinkercloud.storage.captures import CaptureStorage
 from tinkercloud.storage.futures import FuturesStorage
 from tinkercloud.storage.journal import JournalStorage

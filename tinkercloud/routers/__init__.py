@@ -8,9 +8,6 @@ from tinkercloud.routers import (
     captured_chats,
     captures,
     checkpoints,
-    console_data,
-    console_links,
-    console_page,
     docs_site,
     downloads,
     futures,
@@ -25,6 +22,9 @@ from tinkercloud.routers import (
     training,
     verify,
 )
+from tinkercloud.routers.console import data as console_data
+from tinkercloud.routers.console import links as console_links
+from tinkercloud.routers.console import page as console_page
 
 # Routes are tried in this order: those that are called most come first.
 ROUTERS = (

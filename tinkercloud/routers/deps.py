@@ -12,7 +12,7 @@ from tinker_gmi.types import WireModel
 from tinkercloud.errors import Forbidden
 from tinkercloud.services.accounts.signed_links import PREFIX
 from tinkercloud.services.container import Services
-from tinkercloud.services.models.rest_service import MAX_LIMIT, tinker_path
+from tinkercloud.services.results.rest_service import MAX_LIMIT, tinker_path
 from tinkercloud.storage.owners import Kind
 
 # where authentication leaves them in the ASGI scope

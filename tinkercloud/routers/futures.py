@@ -24,7 +24,7 @@ from tinkercloud.routers.deps import (
 )
 from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.routers.http.result_response import result_response
-from tinkercloud.services.models.result_answer import ResultAnswer
+from tinkercloud.services.results.result_answer import ResultAnswer
 from tinkercloud.storage.futures import PROTOBUF_TYPE
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)

@@ -19,8 +19,8 @@ from tinkercloud.routers.deps import (
 )
 from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.services.accounts.session_search import metadata_of, state_of
-from tinkercloud.services.models.reported_curves import described
-from tinkercloud.services.models.rest_service import MAX_LIMIT, AccessScope, RunQuery
+from tinkercloud.services.results.reported_curves import described
+from tinkercloud.services.results.rest_service import MAX_LIMIT, AccessScope, RunQuery
 
 router = APIRouter(prefix="/api/v1", route_class=JsonRoute)
 

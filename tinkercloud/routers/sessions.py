@@ -47,7 +47,7 @@ async def dynamic_config(body: ClientConfigRequest, services: ServicesDep) -> Re
 async def create_session(
     body: CreateSessionRequest, user: UserDep, services: ServicesDep, request: Request
 ) -> Response:
-    """Clients log the message: links that they build lead to another host (`console_links`)."""
+    """Clients log the message: links that they build lead to another host (`console/links.py`)."""
     details = body.model_dump(include={"tags", "user_metadata", "project_id", "display_name"})
     session_id = await services.sessions.create(user, details)
     page = f"{base_url(services, request)}/sessions/{session_id}"

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.api.harness import Api, serving
-from tinkercloud.routers.console_cookie import COOKIE
+from tinkercloud.routers.console.cookie import COOKIE
 from tinkercloud.storage import keys as key_store
 from tinkercloud.storage.keys import KeyStore
 

@@ -14,7 +14,7 @@ from tests.chat.model_folder import write_model_folder
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config, ModelSource
 from tinkercloud.core.types import ServedModel
-from tinkercloud.routers import console_data
+from tinkercloud.routers.console import data as console_data
 
 Event = tuple[str, Any]
 

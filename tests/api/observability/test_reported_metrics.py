@@ -7,8 +7,8 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tests.api.observability.test_console_data import events_of
-from tinkercloud.routers import console_data
-from tinkercloud.services.models import reported_curves
+from tinkercloud.routers.console import data as console_data
+from tinkercloud.services.results import reported_curves
 
 Point = tuple[int, dict[str, float]]
 

@@ -95,7 +95,7 @@ async def test_numbers_that_json_lacks_fail_with_what_to_do(
         )
 
     monkeypatch.setattr(
-        "tinkercloud.services.models.training_outcomes.encode_train_output", with_nan
+        "tinkercloud.services.recovery.training_outcomes.encode_train_output", with_nan
     )
     async with serving(tmp_path) as api:
         accepted = await api.forward_backward(await api.model(), 1)

@@ -6,8 +6,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinkercloud.logs import about
-from tinkercloud.routers.console_cookie import cookie_token
-from tinkercloud.routers.console_links import PATHS
+from tinkercloud.routers.console.cookie import cookie_token
+from tinkercloud.routers.console.links import PATHS
 from tinkercloud.routers.deps import (
     CONSOLE_PATH,
     CONSOLE_PREFIX,

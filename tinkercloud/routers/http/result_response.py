@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from tinkercloud.event_stream import until_gone
 from tinkercloud.routers.http.body_budget import lease_of
-from tinkercloud.services.models.result_answer import ResultAnswer
+from tinkercloud.services.results.result_answer import ResultAnswer
 
 WHOLE_BYTES = 256 * 1024  # larger ones are sent in pieces of this size
 

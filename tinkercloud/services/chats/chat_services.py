@@ -11,8 +11,8 @@ from tinkercloud.services.chats.text_completion_service import TextCompletionSer
 from tinkercloud.services.chats.text_models import TextModels
 from tinkercloud.services.chats.verify_service import VerifyService
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.finished_samples import FinishedSamples
 from tinkercloud.services.models.sampling_service import SamplingService
+from tinkercloud.services.results.finished_samples import FinishedSamples
 
 
 @dataclass(frozen=True, slots=True)

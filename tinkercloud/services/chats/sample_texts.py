@@ -9,7 +9,7 @@ from tinkercloud.chat.text_model import TextCodec
 from tinkercloud.core.types import SampledSequence
 from tinkercloud.errors import BaseModelNotServed, ConfigError
 from tinkercloud.services.chats.text_models import TextModels
-from tinkercloud.services.models.finished_samples import FinishedSample, FinishedSamples
+from tinkercloud.services.results.finished_samples import FinishedSample, FinishedSamples
 
 MAX_PROMPT_TOKENS = 2000  # the last ones
 MAX_SEQUENCES = 8

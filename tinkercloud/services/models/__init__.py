@@ -1,1 +1,1 @@
-"""Models and samplers: creation, training, sampling, and the results that clients poll."""
+"""Models and samplers: creation, training, sampling."""

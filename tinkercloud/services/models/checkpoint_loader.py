@@ -5,8 +5,8 @@ from dataclasses import replace
 from tinkercloud.errors import InvalidRequest, TinkercloudError
 from tinkercloud.services.checkpoints.checkpoint_names import Nearby
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.lane_operations import Loading
-from tinkercloud.services.models.replayer import loaded
+from tinkercloud.services.recovery.lane_operations import Loading
+from tinkercloud.services.recovery.replayer import loaded
 from tinkercloud.storage.futures import Outcome, completed_json
 from tinkercloud.storage.metadata import Checkpoint, LoraRecord, Model
 

@@ -11,11 +11,11 @@ from tinkercloud.services.accounts.usage_recorder import UsageRecorder
 from tinkercloud.services.checkpoints.checkpoint_service import CheckpointService
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.models.loss_service import LossService
-from tinkercloud.services.models.published_weights import PublishedWeights
-from tinkercloud.services.models.recovery import Recovery
-from tinkercloud.services.models.recovery_files import RecoveryFiles
 from tinkercloud.services.models.sample_record_service import SampleRecordService
-from tinkercloud.services.models.version_store import VersionStore
+from tinkercloud.services.recovery.published_weights import PublishedWeights
+from tinkercloud.services.recovery.recovery import Recovery
+from tinkercloud.services.recovery.recovery_files import RecoveryFiles
+from tinkercloud.services.recovery.version_store import VersionStore
 from tinkercloud.storage.metadata import MetadataStorage
 
 

@@ -36,7 +36,7 @@ from tinkercloud.services.common.numbers import (
 )
 from tinkercloud.services.models.checkpoint_loader import CheckpointLoader
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.lane_operations import (
+from tinkercloud.services.recovery.lane_operations import (
     CREATE,
     LOAD,
     Loading,
@@ -44,14 +44,14 @@ from tinkercloud.services.models.lane_operations import (
     as_json,
     changes_if_completed,
 )
-from tinkercloud.services.models.model_records import (
+from tinkercloud.services.recovery.model_records import (
     check_optimizer,
     lora_record,
     lora_spec,
     new_model,
     with_metadata,
 )
-from tinkercloud.services.models.replayer import created
+from tinkercloud.services.recovery.replayer import created
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json
 from tinkercloud.storage.metadata import Model
 

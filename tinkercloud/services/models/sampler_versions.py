@@ -9,7 +9,7 @@ operations are done again.
 from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel
 from tinkercloud.errors import TinkercloudError, VersionLost
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.version_store import version_key
+from tinkercloud.services.recovery.version_store import version_key
 from tinkercloud.storage.journal import RanOperation
 from tinkercloud.storage.metadata import Sampler
 

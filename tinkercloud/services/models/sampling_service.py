@@ -28,10 +28,10 @@ from tinkercloud.errors import (
 )
 from tinkercloud.services.common.numbers import checked, sample_key
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.lane_operations import Submitted, as_json
 from tinkercloud.services.models.sample_size import most_tokens, num_prompt_tokens
 from tinkercloud.services.models.sampler_versions import SamplerVersions
-from tinkercloud.services.models.version_store import version_key
+from tinkercloud.services.recovery.lane_operations import Submitted, as_json
+from tinkercloud.services.recovery.version_store import version_key
 from tinkercloud.storage.futures import SAMPLING_KIND, Outcome, Ticket, completed_protobuf
 from tinkercloud.storage.metadata import Model, Sampler, SamplerKind
 from tinkercloud.storage.sample_records import SampleOwner, sequence_id

@@ -28,7 +28,9 @@ from tinkercloud.services.common.bodies import TrainingCall
 from tinkercloud.services.common.numbers import train_key, train_seq_id
 from tinkercloud.services.common.user_metadata import accepted
 from tinkercloud.services.models.dependencies import Dependencies
-from tinkercloud.services.models.lane_operations import (
+from tinkercloud.services.models.model_service import ModelService
+from tinkercloud.services.models.sampling_service import SamplingService
+from tinkercloud.services.recovery.lane_operations import (
     FORWARD_BACKWARD,
     OPTIM_STEP,
     PUBLISH,
@@ -38,9 +40,7 @@ from tinkercloud.services.models.lane_operations import (
     never,
     refusal,
 )
-from tinkercloud.services.models.model_service import ModelService
-from tinkercloud.services.models.sampling_service import SamplingService
-from tinkercloud.services.models.training_outcomes import (
+from tinkercloud.services.recovery.training_outcomes import (
     adam_params,
     computed_by_pass,
     computed_by_step,

@@ -9,7 +9,7 @@ import numpy as np
 
 from tinkercloud.core.operation_codec import decode_batch
 from tinkercloud.core.types import Datum, TrainBatch
-from tinkercloud.services.models.lane_operations import (
+from tinkercloud.services.recovery.lane_operations import (
     CREATE,
     FORWARD_BACKWARD,
     LOAD,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkercloud.errors import UserError
-from tinkercloud.services.models.recovery_files import RecoveryFiles
+from tinkercloud.services.recovery.recovery_files import RecoveryFiles
 from tinkercloud.storage.archive import ArchiveStorage, Run
 from tinkercloud.storage.database import Database
 from tinkercloud.storage.futures import FuturesStorage, Sampled

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.services.common.catalog import Catalog
-from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD
-from tinkercloud.services.models.replayer import Replayer
-from tinkercloud.services.models.training_outcomes import deviation
+from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD
+from tinkercloud.services.recovery.replayer import Replayer
+from tinkercloud.services.recovery.training_outcomes import deviation
 from tinkercloud.services.runs.kept_runs import KeptRun, KeptRuns
 from tinkercloud.storage.journal import STEP_KIND, RanOperation, Snapshot
 

@@ -12,9 +12,9 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.core.types import FromBase, FromCheckpoint
 from tinkercloud.errors import UserError
 from tinkercloud.services.common.catalog import Catalog
-from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD
-from tinkercloud.services.models.replayer import Replayer
-from tinkercloud.services.models.training_outcomes import deviation
+from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD
+from tinkercloud.services.recovery.replayer import Replayer
+from tinkercloud.services.recovery.training_outcomes import deviation
 from tinkercloud.services.runs.fingerprints import tensors_sha256
 from tinkercloud.services.runs.receipts import SAMPLE, Base, described
 from tinkercloud.storage.journal import RanOperation

@@ -23,7 +23,7 @@ from tinkercloud.config import Config
 from tinkercloud.core import outcome_recorder
 from tinkercloud.core.types import AdamParams, TrainBatch, TrainOutput
 from tinkercloud.errors import StorageFailed, UserError
-from tinkercloud.services.models import snapshots
+from tinkercloud.services.recovery import snapshots
 from tinkercloud.storage.futures import FuturesStorage
 
 ADAM = {"learning_rate": 0.05}

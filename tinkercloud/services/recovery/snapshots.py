@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.errors import EngineDied, StateCopyLost, StorageFailed, VersionLost
-from tinkercloud.services.models.recovery_files import RecoveryFiles
-from tinkercloud.services.models.run_archive import RunArchive
-from tinkercloud.services.models.version_store import VersionStore
+from tinkercloud.services.recovery.recovery_files import RecoveryFiles
+from tinkercloud.services.recovery.run_archive import RunArchive
+from tinkercloud.services.recovery.version_store import VersionStore
 from tinkercloud.storage.journal import JournalStorage, Taken
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from tinker_gmi.types import CleanupFuturesRequest, FutureStatusResponse, TryAgainResponse
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.task_manager import TaskManager
-from tinkercloud.services.models.result_answer import JsonWriter, ResultAnswer, as_kept
+from tinkercloud.services.results.result_answer import JsonWriter, ResultAnswer, as_kept
 from tinkercloud.storage.futures import FuturesStorage
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.api.harness import Api, serving
-from tests.api.models.test_idle_models import FullDisk, drawn, memory, published
-from tests.api.models.test_recovery import goes_on, hold_passes, train
+from tests.api.recovery.test_idle_models import FullDisk, drawn, memory, published
+from tests.api.recovery.test_recovery import goes_on, hold_passes, train
 from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
-from tinkercloud.services.models import snapshots
+from tinkercloud.services.recovery import snapshots
 
 
 async def listed(api: Api, session: str) -> dict[str, Any]:

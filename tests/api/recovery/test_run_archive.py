@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.api.harness import Api, serving
-from tests.api.models.test_recovery import train
-from tinkercloud.services.models import run_archive, snapshots
-from tinkercloud.services.models.run_archive import superfluous
+from tests.api.recovery.test_recovery import train
+from tinkercloud.services.recovery import run_archive, snapshots
+from tinkercloud.services.recovery.run_archive import superfluous
 from tinkercloud.services.runs.kept_runs import KeptRun, KeptRuns
 from tinkercloud.storage.journal import Snapshot
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.api.harness import Api, serving, wire_datum
-from tests.api.models.test_recovery import goes_on, hold_passes, train
+from tests.api.recovery.test_recovery import goes_on, hold_passes, train
 from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.errors import MemoryShort
-from tinkercloud.services.models import idle_models, published_weights, recovery
+from tinkercloud.services.recovery import idle_models, published_weights, recovery
 
 NOW = 0.0
 

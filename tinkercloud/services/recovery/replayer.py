@@ -8,7 +8,7 @@ from tinker_gmi.types import OptimStepRequest
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.operation_codec import decode_batch
 from tinkercloud.errors import UserError
-from tinkercloud.services.models.lane_operations import (
+from tinkercloud.services.recovery.lane_operations import (
     CREATE,
     FORWARD_BACKWARD,
     LOAD,
@@ -16,8 +16,8 @@ from tinkercloud.services.models.lane_operations import (
     PUBLISH,
     Loading,
 )
-from tinkercloud.services.models.model_records import lora_spec
-from tinkercloud.services.models.training_outcomes import (
+from tinkercloud.services.recovery.model_records import lora_spec
+from tinkercloud.services.recovery.training_outcomes import (
     adam_params,
     computed_by_pass,
     computed_by_step,

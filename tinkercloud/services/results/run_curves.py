@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD, OPTIM_STEP
+from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD, OPTIM_STEP
 from tinkercloud.storage.finished_results import FinishedResults, LaneResult
 from tinkercloud.wire.codec import decode_train_output
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.harness import Api, serving
-from tests.api.models.test_recovery import train
+from tests.api.recovery.test_recovery import train
 from tinkercloud.services.accounts import unused_sessions
 
 TABLES = ("operations", "snapshots", "kept_versions")

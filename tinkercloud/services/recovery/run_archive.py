@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-from tinkercloud.services.models.lane_operations import LOAD
-from tinkercloud.services.models.recovery_files import RecoveryFiles
+from tinkercloud.services.recovery.lane_operations import LOAD
+from tinkercloud.services.recovery.recovery_files import RecoveryFiles
 from tinkercloud.storage.archive import ArchiveStorage, Run
 from tinkercloud.storage.journal import JournalStorage, Snapshot
 

@@ -26,11 +26,11 @@ from tinkercloud.errors import (
     UserError,
 )
 from tinkercloud.services.common.catalog import Catalog
-from tinkercloud.services.models.lane_operations import FORWARD_BACKWARD, PUBLISH
-from tinkercloud.services.models.replayer import Replayer
-from tinkercloud.services.models.snapshots import Key, Snapshots
-from tinkercloud.services.models.training_outcomes import deviation
-from tinkercloud.services.models.version_store import Published
+from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD, PUBLISH
+from tinkercloud.services.recovery.replayer import Replayer
+from tinkercloud.services.recovery.snapshots import Key, Snapshots
+from tinkercloud.services.recovery.training_outcomes import deviation
+from tinkercloud.services.recovery.version_store import Published
 from tinkercloud.storage.futures import Outcome, Ticket
 from tinkercloud.storage.journal import JournalStorage, RanOperation, Snapshot
 from tinkercloud.storage.metadata import MetadataStorage

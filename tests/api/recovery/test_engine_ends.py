@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.api.harness import Api, serving
-from tests.api.models.test_idle_models import drawn, published
-from tests.api.models.test_recovery import ADAM, goes_on, save, train
+from tests.api.recovery.test_idle_models import drawn, published
+from tests.api.recovery.test_recovery import ADAM, goes_on, save, train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
@@ -24,7 +24,7 @@ from tinkercloud.core.types import (
     WeightsSource,
 )
 from tinkercloud.errors import EngineDied
-from tinkercloud.services.models import snapshots
+from tinkercloud.services.recovery import snapshots
 
 
 class Mortal(FakeBackend):

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Query, Request, Response
 from tinkercloud.errors import TinkercloudError
 from tinkercloud.event_stream import EventStream, server_sent
 from tinkercloud.openai_api.bodies import ChatBody
-from tinkercloud.routers.console_cookie import CHAT_PATH
-from tinkercloud.routers.console_page import renew_cookie
+from tinkercloud.routers.console.cookie import CHAT_PATH
+from tinkercloud.routers.console.page import renew_cookie
 from tinkercloud.routers.deps import (
     CONSOLE_PATH,
     ObservedDep,
@@ -23,7 +23,7 @@ from tinkercloud.routers.deps import (
 from tinkercloud.routers.http.json_route import JsonRoute
 from tinkercloud.routers.openai import answer_chat
 from tinkercloud.services.container import Services
-from tinkercloud.services.models.reported_curves import described
+from tinkercloud.services.results.reported_curves import described
 from tinkercloud.storage.reported_metrics import ReportedPoint
 
 router = APIRouter(route_class=JsonRoute, include_in_schema=False)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.api.harness import Api, serving
-from tests.api.models.test_recovery import goes_on, train
+from tests.api.recovery.test_recovery import goes_on, train
 from tinkercloud.services.checkpoints import checkpoint_files
-from tinkercloud.services.models import run_archive
+from tinkercloud.services.recovery import run_archive
 
 
 async def snapshot_of(api: Api, model_id: str, position: int) -> Path:

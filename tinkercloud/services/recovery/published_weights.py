@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from tinkercloud.errors import TinkercloudError
-from tinkercloud.services.models.recovery_files import RecoveryFiles
-from tinkercloud.services.models.version_store import VersionStore
+from tinkercloud.services.recovery.recovery_files import RecoveryFiles
+from tinkercloud.services.recovery.version_store import VersionStore
 from tinkercloud.storage.journal import JournalStorage
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from tinkercloud.page_files import PageFiles
-from tinkercloud.routers.console_cookie import SESSION_PATH, drop_cookie, keep_cookie
+from tinkercloud.routers.console.cookie import SESSION_PATH, drop_cookie, keep_cookie
 from tinkercloud.routers.deps import (
     CONSOLE_PATH,
     CONSOLE_PREFIX,

@@ -9,9 +9,9 @@ import logging
 
 from tinkercloud.core.lanes import Lanes
 from tinkercloud.errors import TinkercloudError
-from tinkercloud.services.models.recovery import Recovery
-from tinkercloud.services.models.snapshots import Key
-from tinkercloud.services.models.version_store import Published, VersionStore, version_key
+from tinkercloud.services.recovery.recovery import Recovery
+from tinkercloud.services.recovery.snapshots import Key
+from tinkercloud.services.recovery.version_store import Published, VersionStore, version_key
 from tinkercloud.storage.metadata import MetadataStorage
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,1 @@
+"""The console's routes: its page, what that reads, and how a browser signs in."""

@@ -1,0 +1,1 @@
+"""What is on record of models and their weights, and how they come back from it."""

@@ -1,0 +1,1 @@
+"""What clients read of what was computed: results that they poll, listings, curves of runs."""
