@@ -30,6 +30,7 @@ RULES = {
     "event_stream": "errors",
     "page_files": "errors",
     "http_connections": "",
+    "flushing": "",
     "logs": "",
     "core.types": "",
     "wire": "core.types",
@@ -43,7 +44,7 @@ RULES = {
     "planning": "core.types errors",
     "core": "config core.types errors logs losses storage tinker_gmi",
     "backends.base": "core.types errors",
-    "backends": "backends.base config core.types decoding errors grammar losses",
+    "backends": "backends.base config core.types decoding errors flushing grammar losses",
     "weights": "architectures core.types errors",
     "decoding": "core.types",
     "grammar": "core.types errors",
@@ -55,9 +56,9 @@ RULES = {
     "captures": "chat errors storage",
     "services.common": "config core core.types errors tinker_gmi wire",
     "services.accounts": "core.types errors services.common storage tinker_gmi",
-    "services.checkpoints": "backends.base core.types errors services.accounts services.common "
-    "storage tinker_gmi",
-    "services.recovery": "backends.base core core.types errors losses "
+    "services.checkpoints": "backends.base core.types errors flushing services.accounts "
+    "services.common storage tinker_gmi",
+    "services.recovery": "backends.base core core.types errors flushing losses "
     "services.checkpoints services.common storage tinker_gmi wire",
     "services.models": "backends.base core core.types errors losses services.accounts "
     "services.checkpoints services.common services.recovery storage tinker_gmi wire",
@@ -84,13 +85,13 @@ RULES = {
     "speculative.drafters": "core.types",
     "speculative.head": "architectures decoding speculative.drafters",
     "speculative.draft_length": "",
-    "speculative.learning": "errors speculative.drafters speculative.head",
+    "speculative.learning": "errors flushing speculative.drafters speculative.head",
     "speculative.observability": "errors speculative.draft_length",
     "speculative.remote": "addresses core.types errors speculative.drafters",
     "speculative.pipeline": "addresses chat core.types errors speculative.drafters "
     "speculative.remote",
     # the embedded backend
-    "embedded.model": "architectures config decoding embedded.native errors weights",
+    "embedded.model": "architectures config decoding embedded.native errors flushing weights",
     "embedded.native": "architectures config decoding errors weights",
     "embedded.forward": "architectures decoding embedded.model embedded.native weights",
     "embedded.fairness": "",
@@ -98,7 +99,7 @@ RULES = {
     "errors grammar speculative speculative.draft_length speculative.drafters speculative.learning "
     "speculative.observability",
     "embedded.training": "architectures core.types decoding embedded.fairness embedded.forward "
-    "embedded.model embedded.native errors losses weights",
+    "embedded.model embedded.native errors flushing losses weights",
     "embedded.drafting": "config core.types decoding embedded.forward embedded.model "
     "embedded.native errors speculative.draft_length speculative.drafters speculative.head "
     "speculative.remote weights",
@@ -106,10 +107,9 @@ RULES = {
     "speculative.drafters speculative.head speculative.learning speculative.observability "
     "weights",
     "embedded.process": "addresses architectures config core.types embedded.draft_training "
-    "embedded.drafting "
-    "embedded.forward embedded.model embedded.native embedded.sampling embedded.training errors "
-    "logs speculative.draft_length speculative.drafters speculative.learning speculative.remote "
-    "weights",
+    "embedded.drafting embedded.forward embedded.model embedded.native embedded.sampling "
+    "embedded.training errors flushing logs speculative.draft_length speculative.drafters "
+    "speculative.learning speculative.remote weights",
     "embedded": "backends.base config core.types embedded.process errors",
     # the cluster backend
     "cluster.gpus": "config errors planning",

@@ -116,6 +116,13 @@ async def _gathered(
         await events.aclose()
 
 
+async def drain(events: AsyncGenerator[object, None]) -> None:
+    """To their end: of an answer that is sent whole."""
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
 async def while_connected(request: Request, work: Awaitable[Response]) -> Response:
     """The work's answer; the work is cancelled when its client goes away."""
     response = await until_gone(request.receive, work)

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinkercloud.config import Config
 from tinkercloud.errors import ConfigError
 from tinkercloud.http_connections import ConnectionLimits, Connections, LimitedProtocol
+from tinkercloud.storage.database_file import unwritable
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +68,7 @@ def sole_owner(data_dir: Path) -> Generator[None]:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(data_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
-        raise ConfigError(
-            f"the data folder {data_dir} cannot be written ({error.strerror}); name another one "
-            "with --data-dir, or give this user the right to write there"
-        ) from error
+        raise unwritable(data_dir, error) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

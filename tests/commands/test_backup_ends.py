@@ -8,7 +8,8 @@ import pytest
 
 from tests.api.harness import serving
 from tests.commands.test_backup import saved
-from tinkercloud.services.checkpoints import backups, checkpoint_files
+from tinkercloud import flushing
+from tinkercloud.services.checkpoints import backups
 from tinkercloud.storage.database_file import DATABASE_NAME
 
 
@@ -20,8 +21,8 @@ class Flushes:
     """last: how many there may be; None: no limit. paths: of those since `begin`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self._plain = checkpoint_files.flush
-        monkeypatch.setattr(checkpoint_files, "flush", self._flush)
+        self._plain = flushing.flush
+        monkeypatch.setattr(flushing, "flush", self._flush)
         self.begin(None)
 
     def begin(self, last: int | None) -> None:

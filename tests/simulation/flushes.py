@@ -11,7 +11,7 @@ from types import FrameType
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("services", "core", "storage", "backends/fake.py", "backends/fake_recovery.py")
 """The service, and the engine that is simulated."""
-FLUSHING = ("fsync", "flush", "checkpoint_files.flush", "os.fsync")
+FLUSHING = ("flushing.flush", "flushing.flush_folder", "os.fsync")
 MOMENTS = ("fsync", "after fsync")
 _CHANGE = re.compile(
     r"\b(INSERT|UPDATE|DELETE)\b(?: OR [A-Z]+)?(?: INTO| FROM)? ([a-z_]+)", re.ASCII
@@ -62,16 +62,13 @@ def _sources() -> Iterator[Path]:
 
 
 def flushes_in(path: Path) -> Iterable[int]:
-    """Lines of calls, but of those by which a function called `flush` is made."""
+    """Lines of calls."""
     text = path.read_text(encoding="utf-8")
     if not any(name in text for name in FLUSHING):
         return
     tree = ast.parse(text)
-    helpers = [node for node in ast.walk(tree) if getattr(node, "name", None) == "flush"]
-    within = {id(node) for helper in helpers for node in ast.walk(helper)}
     for node in ast.walk(tree):
-        is_call = isinstance(node, ast.Call) and id(node) not in within
-        if is_call and ast.unparse(node.func) in FLUSHING:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FLUSHING:
             yield node.lineno
 
 

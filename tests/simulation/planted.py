@@ -15,13 +15,13 @@ from tests.simulation import sqlite
 from tests.simulation.engine import SimulatedEngine, SmallFakeBackend
 from tests.simulation.run import run_schedule
 from tests.simulation.schedule import Schedule, generate
+from tinkercloud import flushing
 from tinkercloud.core.lane import LaneOrder
 from tinkercloud.core.lanes import wait_for_event
 from tinkercloud.core.outcome_recorder import OutcomeRecorder
 from tinkercloud.core.task_manager import TaskManager
 from tinkercloud.errors import VersionLost
 from tinkercloud.services.captures.capture_recorder import CaptureRecorder
-from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.models.model_service import ModelService
 from tinkercloud.services.models.sampling_service import SamplingService
 from tinkercloud.services.recovery.recovery import Recovery
@@ -57,7 +57,7 @@ def _commit_without_flush() -> Replacement:
 
 
 def _checkpoint_without_flush() -> Replacement:
-    return checkpoint_files, "flush", lambda path: None
+    return flushing, "flush", lambda path: None
 
 
 def _number_runs_twice() -> Replacement:

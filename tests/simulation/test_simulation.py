@@ -72,7 +72,7 @@ def test_what_a_run_flushes_is_on_the_list(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_place_is_named_by_its_function(tmp_path: Path) -> None:
     """A seed's crashes come where they came before lines above were changed."""
     text = (
-        "class A:\n    async def one(self):\n        await first()\n        flush(file)\n"
+        "class A:\n    async def one(self):\n        await first()\n        flushing.flush(file)\n"
         "    async def other(self):\n        await (\n            second()\n        )\n"
     )
     plain, changed = tmp_path / "plain.py", tmp_path / "changed.py"

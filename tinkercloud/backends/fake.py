@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from tinkercloud import flushing
 from tinkercloud.backends.base import Backend
 from tinkercloud.backends.fake_model import (
     NUM_BUCKETS,
@@ -28,7 +29,7 @@ from tinkercloud.backends.fake_model import (
     train,
     write_state,
 )
-from tinkercloud.backends.fake_recovery import flush, read_model, write_model
+from tinkercloud.backends.fake_recovery import read_model, write_model
 from tinkercloud.backends.fake_sampling import draw_samples
 from tinkercloud.config import Config
 from tinkercloud.core.types import (
@@ -235,7 +236,7 @@ class FakeBackend(Backend):
         lora = LoraSpec(rank=1, seed=0)  # sampling does not ask for it
         model = ModelState(published.base.served.name, lora, table, table, table)
         write_state(model, directory, with_optimizer=False)
-        await asyncio.to_thread(flush, directory)
+        await asyncio.to_thread(flushing.flush_folder, directory)
 
     def stats(self) -> dict[str, float | int | str]:
         return {

@@ -1,13 +1,13 @@
 """What the fake backend writes so that its models come back: as `fake_model` has it, with the
 accumulated gradient in a file of its own."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
 
+from tinkercloud import flushing
 from tinkercloud.backends.fake_model import (
     BaseWeights,
     ModelState,
@@ -25,7 +25,7 @@ def write_model(model: ModelState, directory: Path) -> int:
     write_state(model, directory, with_optimizer=True)
     gradient = {} if model.gradient is None else {"gradient": model.gradient}
     np.savez(directory / GRADIENT_FILE, allow_pickle=False, **gradient)
-    flush(directory)
+    flushing.flush_folder(directory)
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
@@ -41,13 +41,3 @@ def read_model(base: BaseWeights, directory: Path) -> ModelState:
     if model.base_model != base.served.name:
         raise StateDamaged(f"it is of a model of {model.base_model!r}, not of {base.served.name!r}")
     return replace(model, gradient=gradient)
-
-
-def flush(directory: Path) -> None:
-    """Onto the disk: the content of its files, then their names."""
-    for path in (*directory.iterdir(), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

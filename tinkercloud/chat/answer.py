@@ -1,9 +1,20 @@
-"""A sample's events put together."""
+"""Samples as their clients see them: tokens as events, and events put together."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkercloud.chat.sample_parser import CallDelta, Event, SampleEnd, ScoredToken, TextDelta
+from tinkercloud.chat.sample_parser import (
+    CallDelta,
+    Event,
+    ParserOptions,
+    SampleEnd,
+    SampleParser,
+    ScoredToken,
+    TextDelta,
+)
+from tinkercloud.chat.text_model import TextModel
+from tinkercloud.core.types import TokenChunk
 
 
 @dataclass(slots=True, eq=False)
@@ -58,3 +69,17 @@ class Answer:
                 for call in self.calls
             ]
         return message
+
+
+class ParsedAnswers:
+    """Several samples while they are drawn. answers: by index."""
+
+    def __init__(self, num_samples: int, model: TextModel, options: ParserOptions):
+        self.answers = [Answer(index) for index in range(num_samples)]
+        self._parsers = [SampleParser(index, model, options) for index in range(num_samples)]
+
+    def feed(self, index: int, chunk: TokenChunk) -> Iterator[Event]:
+        """What happens in this sample; its answer has it by then."""
+        for event in self._parsers[index].feed(chunk):
+            self.answers[index].add(event)
+            yield event

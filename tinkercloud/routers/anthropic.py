@@ -11,7 +11,7 @@ from tinkercloud.anthropic_api.bodies import CountBody, MessagesBody
 from tinkercloud.anthropic_api.requests import chat_request, count_request
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.errors import NotFound, TinkercloudError
-from tinkercloud.event_stream import EventStream, server_sent, while_connected
+from tinkercloud.event_stream import EventStream, drain, server_sent, while_connected
 from tinkercloud.routers.capture_hooks import HeaderHooksDep
 from tinkercloud.routers.deps import ReaderDep, ServicesDep, UserDep, json_answer
 from tinkercloud.routers.http.error_forms import ANTHROPIC_API, error_answer
@@ -87,9 +87,7 @@ def _model(name: str, created: float) -> dict[str, str]:
 
 
 async def _whole(run: ChatRun) -> Response:
-    async with aclosing(run.events()) as events:
-        async for _ in events:
-            pass
+    await drain(run.events())
     name = run.prepared.request.model
     return json_answer(message_json(run.run_id, name, run.answers[0], run.usage))
 

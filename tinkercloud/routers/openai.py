@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinkercloud.chat.turn import TurnHooks
 from tinkercloud.errors import TinkercloudError
-from tinkercloud.event_stream import EventStream, server_sent, while_connected
+from tinkercloud.event_stream import EventStream, drain, server_sent, while_connected
 from tinkercloud.openai_api.bodies import ChatBody
 from tinkercloud.openai_api.chat_answers import ChatAnswers
 from tinkercloud.openai_api.models import model_json, models_json
@@ -65,9 +65,7 @@ def _answers(run: ChatRun, form: AnswerForm) -> ChatAnswers:
 
 
 async def _whole_chat(run: ChatRun, form: AnswerForm) -> Response:
-    async with aclosing(run.events()) as events:
-        async for _ in events:
-            pass
+    await drain(run.events())
     if form.logprobs:  # a record for each token, and for each alternative
         return await large_json_answer(partial(_chat_answer, run, form))
     return json_answer(_chat_answer(run, form))

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from tinkercloud.chat.sample_parser import TextDelta
 from tinkercloud.errors import InvalidField, NotFound
-from tinkercloud.event_stream import EventStream, server_sent, while_connected
+from tinkercloud.event_stream import EventStream, drain, server_sent, while_connected
 from tinkercloud.openai_api.bodies import CompletionBody
 from tinkercloud.openai_api.completion_answers import CompletionAnswers, completion_choices
 from tinkercloud.openai_api.requests import AnswerForm, completion_form, completion_request
@@ -59,9 +59,7 @@ def _answers(run: CompletionRun, form: AnswerForm) -> CompletionAnswers:
 
 
 async def _whole(run: CompletionRun, form: AnswerForm) -> Response:
-    async with aclosing(run.events()) as events:
-        async for _ in events:
-            pass
+    await drain(run.events())
     if form.logprobs:  # a record for each token, and for each alternative
         return await large_json_answer(partial(_answer, run, form))
     return json_answer(_answer(run, form))

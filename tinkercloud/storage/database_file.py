@@ -29,10 +29,7 @@ def prepare_database_file(data_dir: Path, connector: Connector = SQLITE) -> Path
         path.touch(mode=0o600, exist_ok=True)
         path.chmod(0o600)
     except OSError as error:
-        raise ConfigError(
-            f"the data folder {data_dir} cannot be written ({error.strerror}); name another one "
-            "with --data-dir, or give this user the right to write there"
-        ) from error
+        raise unwritable(data_dir, error) from error
     try:
         with closing(connector.connect(path)) as connection:
             _let_it_shrink(connection)
@@ -40,6 +37,13 @@ def prepare_database_file(data_dir: Path, connector: Connector = SQLITE) -> Path
     except sqlite3.DatabaseError as error:
         raise ConfigError(_advice(path, error)) from error
     return path
+
+
+def unwritable(data_dir: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the data folder {data_dir} cannot be written ({error.strerror}); name another one "
+        "with --data-dir, or give this user the right to write there"
+    )
 
 
 def _let_it_shrink(connection: sqlite3.Connection) -> None:

@@ -12,7 +12,6 @@ One format for every backend and every parallel layout: tensors go by Hugging Fa
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,18 +81,3 @@ def read_tensors(path: Path, *, finite: bool = True) -> dict[str, Tensor]:
         if finite and not torch.isfinite(tensor).all():
             raise UserError(f"the checkpoint's tensor {name} is not finite")
     return tensors
-
-
-def flush_folder(directory: Path) -> None:
-    """Onto the disk: the content of its files, then their names."""
-    for path in (*directory.iterdir(), directory):
-        flush(path)
-
-
-def flush(path: Path) -> None:
-    """A file's content, or a folder's names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.api.checkpoints.calls import load
 from tests.api.harness import Api, serving
+from tinkercloud import flushing
 from tinkercloud.errors import StorageFailed
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
@@ -213,11 +214,11 @@ def test_a_folder_whose_name_is_not_flushed_is_made_again(
 
     folder = tmp_path / "m" / "weights"
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files, "flush", broken)
+        patch.setattr(flushing, "flush", broken)
         with pytest.raises(OSError, match="input/output"):
             checkpoint_files.make_folder(folder)
     flushed: list[Path] = []
-    monkeypatch.setattr(checkpoint_files, "flush", flushed.append)
+    monkeypatch.setattr(flushing, "flush", flushed.append)
     checkpoint_files.make_folder(folder)
     assert flushed == [tmp_path, folder.parent]
 
@@ -230,7 +231,7 @@ async def test_names_that_a_killed_process_did_not_flush_are_flushed_at_start(
     for folder in (segment / "ck", model):
         folder.mkdir(parents=True)
     flushed: list[Path] = []
-    monkeypatch.setattr(checkpoint_files, "flush", flushed.append)
+    monkeypatch.setattr(flushing, "flush", flushed.append)
     async with serving(tmp_path):
         assert {tmp_path, tmp_path / FOLDER, segment.parent, segment} <= set(flushed)
         assert model.parent in flushed

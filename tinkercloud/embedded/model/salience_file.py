@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinkercloud import flushing
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.config import user_cache_dir
 from tinkercloud.embedded.model import packed_tensors, salience
 from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.native.compiler import flags_in_use, source
-from tinkercloud.weights.checkpoints import flush
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def _write(chosen: dict[str, Tensor], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({name: inputs.clone() for name, inputs in chosen.items()}, partial)
-        flush(partial)
+        flushing.flush(partial)
         partial.replace(path)  # atomic: other engines may write it too
     except OSError as error:
         logger.warning("the next start chooses salient inputs again: %s", error)

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tinkercloud import flushing
 from tinkercloud.core.types import (
     AdamParams,
     FromBase,
@@ -33,7 +34,7 @@ from tinkercloud.embedded.training.trainable_model import (
 )
 from tinkercloud.errors import ModelStateLost
 from tinkercloud.weights.adapters import Adapter, fresh_adapter
-from tinkercloud.weights.checkpoints import flush_folder, read_state
+from tinkercloud.weights.checkpoints import read_state
 
 FULL = LoraSpec(rank=0, seed=0)
 
@@ -180,7 +181,7 @@ class ModelStore:
 
         def write() -> None:
             checkpoints.write(contents, directory)
-            flush_folder(directory)
+            flushing.flush_folder(directory)
 
         return write
 

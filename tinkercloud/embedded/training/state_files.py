@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tinkercloud import flushing
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training import checkpoints
@@ -24,7 +25,7 @@ from tinkercloud.embedded.training.checkpoints import Contents
 from tinkercloud.embedded.training.parts import Between, in_parts
 from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.errors import StateDamaged, UserError
-from tinkercloud.weights.checkpoints import flush_folder, read_state, read_tensors, write_tensors
+from tinkercloud.weights.checkpoints import read_state, read_tensors, write_tensors
 
 GRADIENT_FILE = "gradient.safetensors"
 RECOVERY_FILE = "recovery.json"
@@ -62,7 +63,7 @@ def write(copy: StateCopy, directory: Path) -> int:
     files = {path.name: _fingerprint(path) for path in sorted(directory.iterdir())}
     about = {"format": 1, "gradient": list(copy.gradient), "files": files}
     (directory / RECOVERY_FILE).write_text(json.dumps(about, indent=1))
-    flush_folder(directory)
+    flushing.flush_folder(directory)
     return sum(path.stat().st_size for path in directory.iterdir())
 
 

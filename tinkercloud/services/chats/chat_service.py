@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinker_gmi.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams
-from tinkercloud.chat.answer import Answer
+from tinkercloud.chat.answer import Answer, ParsedAnswers
 from tinkercloud.chat.call_schema import call_schema
 from tinkercloud.chat.requests import ChatRequest, SamplingOptions, Usage, json_grammar
-from tinkercloud.chat.sample_parser import Event, ParserOptions, SampleParser
+from tinkercloud.chat.sample_parser import Event, ParserOptions
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.chat.turn import Turn, TurnHooks
 from tinkercloud.core.types import Grammar, SampledSequence, SampleOutput, ServedModel, Topk
@@ -59,19 +59,15 @@ class ChatRun:
         """What happens in the samples, in the order it does. The turn's listener has been called
         when this ends. Closing it ends the samples."""
         prepared = self.prepared
-        num_samples = prepared.sample.num_samples
-        parsers = [
-            SampleParser(index, prepared.text, prepared.options) for index in range(num_samples)
-        ]
-        self.answers = [Answer(index) for index in range(num_samples)]
+        parsed = ParsedAnswers(prepared.sample.num_samples, prepared.text, prepared.options)
+        self.answers = parsed.answers
         stream = SampleStream(
             lambda on_tokens: self.sampling.draw(prepared.sampler, prepared.sample, on_tokens)
         )
         with self.slots.held(prepared.user):
             async with aclosing(stream.chunks()) as chunks:
                 async for chunk in chunks:
-                    for event in parsers[chunk.sample_index].feed(chunk):
-                        self.answers[chunk.sample_index].add(event)
+                    for event in parsed.feed(chunk.sample_index, chunk):
                         yield event
         assert stream.drawn is not None
         await self._finish(stream.drawn)

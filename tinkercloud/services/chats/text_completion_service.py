@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from tinkercloud.chat.answer import Answer
+from tinkercloud.chat.answer import Answer, ParsedAnswers
 from tinkercloud.chat.requests import CompletionRequest, Usage
-from tinkercloud.chat.sample_parser import Event, ParserOptions, SampleParser
+from tinkercloud.chat.sample_parser import Event, ParserOptions
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.core.types import SampleOutput, TokenChunk
 from tinkercloud.core.types import SampleRequest as CoreSampleRequest
@@ -52,18 +52,13 @@ class CompletionRun:
     async def events(self) -> AsyncGenerator[Event, None]:
         """What happens in all samples. Closing it ends them."""
         prepared, n = self.prepared, self.prepared.request.sampling.num_samples
-        num_choices = n * len(prepared.samples)
-        parsers = [
-            SampleParser(index, prepared.text, prepared.options) for index in range(num_choices)
-        ]
-        self.answers = [Answer(index) for index in range(num_choices)]
+        parsed = ParsedAnswers(n * len(prepared.samples), prepared.text, prepared.options)
+        self.answers = parsed.answers
         streams = [SampleStream(self._draw(sample)) for sample in prepared.samples]
         with self.slots.held(prepared.user):
             async with aclosing(_merged([stream.chunks() for stream in streams])) as chunks:
                 async for place, chunk in chunks:
-                    index = place * n + chunk.sample_index
-                    for event in parsers[index].feed(chunk):
-                        self.answers[index].add(event)
+                    for event in parsed.feed(place * n + chunk.sample_index, chunk):
                         yield event
         self.outputs = [stream.drawn.output for stream in streams if stream.drawn is not None]
         self.usage = self._counts()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tinkercloud import flushing
 from tinkercloud.errors import ServerFault, UserError
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.storage.database_copy import (
@@ -69,7 +70,7 @@ def back_up(data_dir: Path, folder: Path, report: Report) -> Copied:
     (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
     num_bytes = _flush_all(partial)
     partial.rename(folder)
-    checkpoint_files.flush(folder.parent)
+    flushing.flush(folder.parent)
     return Copied(len(directories) - len(gone), num_bytes, len(gone))
 
 
@@ -94,7 +95,7 @@ def restore(folder: Path, data_dir: Path, report: Report) -> Copied:
         report(f"verified {directory}")
     checkpoint_files.make_folder(data_dir.parent)
     data_dir.mkdir(mode=0o700, exist_ok=True)
-    checkpoint_files.flush(data_dir.parent)
+    flushing.flush(data_dir.parent)
     for path in folder.iterdir():
         if path.is_dir():
             shutil.copytree(path, data_dir / path.name, symlinks=True)
@@ -102,9 +103,9 @@ def restore(folder: Path, data_dir: Path, report: Report) -> Copied:
     # The database last, whole: a server that starts on half of a restored folder must not find it.
     aside = data_dir / f".{DATABASE_NAME}"
     num_bytes += shutil.copyfile(folder / DATABASE_NAME, aside).stat().st_size
-    checkpoint_files.flush(aside)
+    flushing.flush(aside)
     aside.rename(data_dir / DATABASE_NAME)
-    checkpoint_files.flush(data_dir)
+    flushing.flush(data_dir)
     prepare_database_file(data_dir)
     return Copied(len(directories), num_bytes)
 
@@ -168,5 +169,5 @@ def _flush_all(folder: Path) -> int:
     """Everything below a folder, and itself, onto the disk; bytes of the files."""
     paths = [path for path in (*folder.rglob("*"), folder) if not path.is_symlink()]
     for path in paths:
-        checkpoint_files.flush(path)
+        flushing.flush(path)
     return sum(path.stat().st_size for path in paths if path.is_file())

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
 from pathlib import Path
 
+from tinkercloud import flushing
 from tinkercloud.errors import ServerFault
 
 MANIFEST = "manifest.json"
@@ -31,7 +31,7 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         try:
-            flush(folder.parent)
+            flushing.flush(folder.parent)
         except OSError:  # or the next one would believe that it lasts
             folder.rmdir()
             raise
@@ -41,11 +41,11 @@ def flush_folders(root: Path, num_levels: int) -> None:
     """The names of folders below root, so many levels deep: a process that was killed may have made
     them and not flushed, and `make_folder` takes what is there for flushed."""
     if root.is_dir():
-        flush(root.parent)
+        flushing.flush(root.parent)
     folders = [root] if root.is_dir() else []
     for _ in range(num_levels):
         for folder in folders:
-            flush(folder)
+            flushing.flush(folder)
         folders = [each for folder in folders for each in folder.iterdir() if each.is_dir()]
 
 
@@ -62,14 +62,14 @@ def seal(directory: Path, about: dict[str, object]) -> int:
     manifest = directory / MANIFEST
     manifest.write_text(json.dumps({"format": 1, **about, "files": files}, indent=1))
     for path in (*directory.rglob("*"), directory):
-        flush(path)
+        flushing.flush(path)
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def move_into_place(temporary: Path, target: Path) -> None:
     """Rename; afterwards the folder is at target even through a power cut."""
     temporary.rename(target)
-    flush(target.parent)
+    flushing.flush(target.parent)
 
 
 def verify(directory: Path) -> None:
@@ -119,7 +119,7 @@ def remove_others(directory: Path) -> None:
     for path in others:
         shutil.rmtree(path, ignore_errors=True)
     if others:
-        flush(directory.parent)
+        flushing.flush(directory.parent)
 
 
 def remove_temporaries(root: Path) -> None:
@@ -139,12 +139,3 @@ def _sha256(path: Path) -> str:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-def flush(path: Path) -> None:
-    """Onto the disk: the content of a file, the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

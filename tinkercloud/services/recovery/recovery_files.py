@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
+from tinkercloud import flushing
 from tinkercloud.services.checkpoints import checkpoint_files
 
 
@@ -75,7 +76,7 @@ def _link_files(source: Path, target: Path) -> None:
     """Flushed to the disk."""
     checkpoint_files.link_files(source, target)
     for path in (*target.iterdir(), target):
-        checkpoint_files.flush(path)
+        flushing.flush(path)
 
 
 def _replace(temporary: Path, target: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tinkercloud import flushing
 from tinkercloud.errors import NotFound
 
 ALIASES = ("best", "latest")
@@ -70,9 +71,9 @@ class DraftFolder:
         text = json.dumps({**notes, "parent": self.find("best")}, indent=2)
         (unfinished / _NOTES).write_text(text, encoding="utf-8")
         for path in unfinished.iterdir():
-            _to_disk(path)
+            flushing.flush(path)
         unfinished.rename(self.root / version)
-        _to_disk(self.root)
+        flushing.flush(self.root)
         self.use("latest", version)
         self._prune()
         return version
@@ -84,9 +85,9 @@ class DraftFolder:
         version = self.resolve(name)
         unfinished = self.root / f".{alias}"
         unfinished.write_text(f"{version}\n", encoding="utf-8")
-        _to_disk(unfinished)
+        flushing.flush(unfinished)
         os.replace(unfinished, self.root / alias)
-        _to_disk(self.root)
+        flushing.flush(self.root)
 
     def rollback(self, alias: str = "best") -> str:
         """Point an alias at its version's parent; the name of that. Raises NotFound without one."""
@@ -106,11 +107,3 @@ class DraftFolder:
         for version in self.versions()[: -self._keep]:
             if version not in held:
                 shutil.rmtree(self.root / version)
-
-
-def _to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
