@@ -17,7 +17,7 @@ from statistics import fmean
 import torch
 
 from benchmarks.lib.arguments import BenchmarkParser
-from benchmarks.lib.machine import ROOT, versions
+from benchmarks.lib.machine import versions
 from benchmarks.lib.off_policy import CANDIDATES, Setting, estimate, pair_of, train
 from benchmarks.lib.report import Cell, Report, Target
 from benchmarks.lib.tiny_policy import Weights, in_bfloat16, pretrained, quantised
@@ -35,7 +35,6 @@ COLUMNS = (
     *("bias", "noise", "cosine"),
 )
 SEED, LEARNING_RATE = 0, 3e-3
-PLOT = ROOT / "docs" / "stable_reinforce.png"
 
 
 @dataclass(frozen=True)

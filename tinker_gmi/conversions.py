@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from tinker_gmi.types import (
     Datum,
     EncodedTextChunk,
-    ForwardBackwardInput,
     ForwardBackwardOutput,
     ModelInputChunk,
     PromptAltTokens,
@@ -24,21 +23,6 @@ from tinkercloud.wire import codec
 
 UNSCORED_LOGPROB = -99999.0
 """With token 0: an empty entry of a top-k table (specification 9.2)."""
-
-
-def wire_request(
-    model_id: str, seq_id: int, body: ForwardBackwardInput, *, forward_only: bool = False
-) -> codec.ForwardBackwardRequest:
-    """A JSON request as the protobuf codec would decode it. Raises WireError."""
-    check_sparse_growth(body.data)
-    return codec.ForwardBackwardRequest(
-        model_id=model_id,
-        seq_id=seq_id,
-        data=tuple(wire_datum(datum) for datum in body.data),
-        loss_fn=body.loss_fn,
-        loss_fn_config=dict(body.loss_fn_config or {}),
-        forward_only=forward_only,
-    )
 
 
 def check_sparse_growth(data: Sequence[Datum]) -> None:

@@ -168,31 +168,19 @@ def test_a_sample_in_json_says_what_the_arrays_say() -> None:
     assert np.isnan(sample.prompt_logprobs_np[0])
 
 
-def test_the_json_form_of_a_request_equals_the_protobuf_form() -> None:
-    body = types.ForwardBackwardRequest.model_validate(
+def test_a_datum_in_json_becomes_arrays() -> None:
+    body = types.Datum.model_validate(
         {
-            "model_id": "m",
-            "seq_id": 4,
-            "forward_backward_input": {
-                "data": [
-                    {
-                        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-                        "loss_fn_inputs": {
-                            "target_tokens": {"data": [2, 3], "dtype": "int64"},
-                            "weights": {"data": [1, 0.5], "dtype": "float32", "shape": [2]},
-                        },
-                    }
-                ],
-                "loss_fn": "cross_entropy",
-                "loss_fn_config": {"a": 1},
+            "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "loss_fn_inputs": {
+                "target_tokens": {"data": [2, 3], "dtype": "int64"},
+                "weights": {"data": [1, 0.5], "dtype": "float32", "shape": [2]},
             },
         }
     )
-    request = conversions.wire_request("m", 4, body.forward_backward_input)
-    back = codec.decode_forward_backward_request(codec.encode_forward_backward_request(request))
-    assert (back.model_id, back.seq_id, back.loss_fn_config) == ("m", 4, {"a": 1.0})
-    assert back.data[0].chunks[0].tolist() == [1, 2]
-    assert back.data[0].inputs["weights"].tolist() == [1.0, 0.5]
+    datum = conversions.wire_datum(body)
+    assert datum.chunks[0].tolist() == [1, 2]
+    assert datum.inputs["weights"].tolist() == [1.0, 0.5]
 
 
 def test_sparse_json_cannot_grow_without_bound() -> None:
@@ -206,7 +194,7 @@ def test_sparse_json_cannot_grow_without_bound() -> None:
     datum: dict[str, Any] = {"model_input": {"chunks": []}, "loss_fn_inputs": {"weights": sparse}}
     body = types.ForwardBackwardInput.model_validate({"data": [datum] * 200, "loss_fn": "ppo"})
     with pytest.raises(codec.WireError, match="too large"):
-        conversions.wire_request("m", 1, body)
+        conversions.check_sparse_growth(body.data)
 
 
 def test_a_datum_larger_than_a_request_goes_alone() -> None:

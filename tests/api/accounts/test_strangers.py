@@ -22,7 +22,6 @@ SAMPLE = {"prompt": PROMPT, "sampling_params": {"max_tokens": 1}}
 COUNT = {"messages": CHAT["messages"], "model": "{path}"}
 NEW = {"session_id": "{session}", "sampling_session_seq_id": 9, "base_model": "fake/tiny"}
 CAPTURE = V + "/captures/{capture}"
-WITHIN = "/captures/{capture}"
 
 NOT_FOUND: dict[tuple[str, str], list[tuple[str, Any]]] = {
     ("POST", V + "/asample"): [
