@@ -87,13 +87,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, first: int = 0) ->
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
     scores = (q.transpose(0, 1) @ k.transpose(1, 2)).float() * scoring.scale
-    behind = torch.arange(first, first + len(q), device=q.device)[:, None]
-    behind = behind - torch.arange(k.shape[1], device=q.device)[None]
-    unseen = behind < 0
+    positions = torch.arange(first, first + len(q), device=q.device)[:, None]
+    distance = positions - torch.arange(k.shape[1], device=q.device)[None]
+    hidden = distance < 0
     if scoring.window:
-        unseen |= behind >= scoring.window
-    shares = capped(scores, scoring.cap).masked_fill(unseen, -torch.inf).softmax(-1)
-    return (shares.to(v.dtype) @ v).transpose(0, 1)
+        hidden |= distance >= scoring.window
+    probabilities = capped(scores, scoring.cap).masked_fill(hidden, -torch.inf).softmax(-1)
+    return (probabilities.to(v.dtype) @ v).transpose(0, 1)
 
 
 def attend_many(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -103,12 +103,12 @@ def attend_many(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         rows = zip(*(x.transpose(1, 2) for x in (q, k, v)), strict=True)
         alone = [attend(one_q, one_k, one_v, scoring) for one_q, one_k, one_v in rows]
         return torch.stack(alone).transpose(1, 2)
-    seen = None
+    mask = None
     if scoring.window:
-        seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
-        seen = seen.triu(1 - scoring.window)
+        mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = mask.triu(1 - scoring.window)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen, is_causal=seen is None, scale=scoring.scale,
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
 
@@ -121,15 +121,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
     part of what other implementations of the same weights compute.
     """
     size = 2 * cos.shape[-1]
-    turned, kept = x[..., :size], x[..., size:]
+    rotary, rest = x[..., :size], x[..., size:]
     if interleaved:
-        first, second = turned[..., ::2], turned[..., 1::2]
+        first, second = rotary[..., ::2], rotary[..., 1::2]
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotary.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
     pair = (first * cos - second * sin, second * cos + first * sin)
-    done = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return done if size == x.shape[-1] else torch.cat((done, kept), dim=-1)
+    rotary = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return rotary if size == x.shape[-1] else torch.cat((rotary, rest), dim=-1)
 
 
 def rotary_frequencies(config: ArchitectureConfig) -> tuple[Tensor, float]:

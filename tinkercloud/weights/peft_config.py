@@ -6,7 +6,7 @@ Field names and meanings: https://huggingface.co/docs/peft/package_reference/lor
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _pattern_faults(name: str, pattern: Any, is_value: Any) -> list[str]:
+def _pattern_faults(name: str, pattern: Any, is_value: Callable[[Any], bool]) -> list[str]:
     if not pattern:
         return []
     if not isinstance(pattern, dict) or len(pattern) > MAX_PATTERNS:

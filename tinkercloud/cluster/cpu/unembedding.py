@@ -37,6 +37,8 @@ def prepare(
     *args: Any,
     **kwargs: Any,
 ) -> None:
+    """Sets the backend's `lm_head_batch_info`: rows and adapter of each prompt as the unembedding
+    has them; None where it has all rows."""
     original(backend, forward_batch, weight_indices, *args, **kwargs)
     lengths = get_lm_head_pruned_lens(forward_batch)
     backend.lm_head_batch_info = None
@@ -52,6 +54,7 @@ def prepare(
 def with_rows_of_the_call(
     original: Callable[..., torch.Tensor], backend: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
+    """A product by adapters, over the rows that the call names instead of the whole batch's."""
     rows = kwargs.pop("pruned_batch_info", None)
     whole = backend.batch_info
     backend.batch_info = whole if rows is None else rows

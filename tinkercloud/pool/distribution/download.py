@@ -13,12 +13,14 @@ from tinkercloud.pool.distribution.manifest import Manifest, parse_manifest
 from tinkercloud.pool.distribution.peer import PORT_HEADER
 from tinkercloud.pool.distribution.piece_store import PieceStore
 
-CONNECTIONS = 6
-REFRESH_S = 0.5
+CONNECTIONS = 6  # pieces that are requested at a time
+REFRESH_S = 0.5  # between two looks at who has what
 REPORT_S = 5.0
-ALONE_S = 60.0
-MAX_DAMAGED = 3
-TIMEOUT_S = 30.0
+ALONE_S = 60.0  # without a new piece, after which a download gives up
+MAX_DAMAGED = 3  # pieces of a peer, after which it is asked no more
+MAX_PEERS = 64  # peers name others, whom a faulty one could make up without end
+TIMEOUT_S = 30.0  # of a piece
+LISTING_TIMEOUT_S = 2.0  # of what a peer has: all are asked one after the other
 
 
 @dataclass(slots=True)
@@ -33,15 +35,15 @@ class Source:
 
 
 def rarest_piece(
-    missing: Iterable[int], holders: Mapping[int, int], chance: random.Random
+    missing: Iterable[int], holders: Mapping[int, int], rng: random.Random
 ) -> int | None:
-    """One of the missing pieces that fewest peers hold, by chance among these, so that peers who
+    """One of the missing pieces that fewest peers hold, at random among these, so that peers who
     begin together fetch different ones; None where nobody holds any. holders: piece -> peers."""
     held = [piece for piece in missing if holders.get(piece)]
     if not held:
         return None
     fewest = min(holders[piece] for piece in held)
-    return chance.choice([piece for piece in held if holders[piece] == fewest])
+    return rng.choice([piece for piece in held if holders[piece] == fewest])
 
 
 def fetch_manifest(addresses: Iterable[str], key: str | None, digest: str | None) -> Manifest:
@@ -71,12 +73,12 @@ class Download:
     own_port: int | None = None
     report: Callable[[str], None] = lambda _: None
     _sources: dict[str, Source] = field(default_factory=dict)
-    _flights: dict[Future[bytes | None], tuple[int, Source]] = field(default_factory=dict)
+    _requests: dict[Future[bytes | None], tuple[int, Source]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Until the file is whole. Raises ConfigError where nobody has had what is missing for a
-        minute; what is here is kept."""
-        chance = random.Random()
+        """Until the file is whole. Raises ConfigError where nobody has had what is missing for
+        ALONE_S; what is here is kept."""
+        rng = random.Random()
         for address in self.addresses:
             self._sources[address] = Source(address)
         refreshed, progressed, reported = 0.0, time.monotonic(), 0.0
@@ -85,7 +87,7 @@ class Download:
                 if time.monotonic() >= refreshed + REFRESH_S:
                     self._refresh(client)
                     refreshed = time.monotonic()
-                self._launch(client, executor, chance)
+                self._request_pieces(client, executor, rng)
                 if self._collect():
                     progressed = time.monotonic()
                 elif time.monotonic() > progressed + ALONE_S:
@@ -93,7 +95,7 @@ class Download:
                 if time.monotonic() >= reported + REPORT_S:
                     self.report(self._progress())
                     reported = time.monotonic()
-            for future in self._flights:
+            for future in self._requests:
                 future.cancel()
         self.report(self._progress())
 
@@ -103,57 +105,64 @@ class Download:
                 continue
             headers = {} if self.own_port is None else {PORT_HEADER: str(self.own_port)}
             try:
-                answer = client.get(f"http://{source.address}/have", headers=headers, timeout=2.0)
+                answer = client.get(
+                    f"http://{source.address}/have", headers=headers, timeout=LISTING_TIMEOUT_S
+                )
                 listing = answer.raise_for_status().json()
                 source.have = frozenset(map(int, listing["have"]))
                 source.is_there = True
-                for address in map(str, listing["peers"]):
-                    if address.rpartition(":")[2] != str(self.own_port) and len(self._sources) < 64:
-                        self._sources.setdefault(address, Source(address))
+                self._add_peers(map(str, listing["peers"]))
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
                 source.is_there = False
 
-    def _launch(
-        self, client: httpx.Client, executor: ThreadPoolExecutor, chance: random.Random
+    def _add_peers(self, addresses: Iterable[str]) -> None:
+        """Whom a peer knows, but for this machine itself."""
+        for address in addresses:
+            is_own = address.rpartition(":")[2] == str(self.own_port)
+            if not is_own and len(self._sources) < MAX_PEERS:
+                self._sources.setdefault(address, Source(address))
+
+    def _request_pieces(
+        self, client: httpx.Client, executor: ThreadPoolExecutor, rng: random.Random
     ) -> None:
-        underway = {piece for piece, _ in self._flights.values()}
+        underway = {piece for piece, _ in self._requests.values()}
         missing = set(range(self.store.manifest.num_pieces)) - self.store.have - underway
-        while len(self._flights) < CONNECTIONS:
+        while len(self._requests) < CONNECTIONS:
             there = [source for source in self._sources.values() if self._is_good(source)]
             holders: dict[int, int] = {}
             for source in there:
                 for piece in source.have & missing:
                     holders[piece] = holders.get(piece, 0) + 1
-            piece = rarest_piece(missing, holders, chance)
+            piece = rarest_piece(missing, holders, rng)
             if piece is None:
                 return
             source = min(
                 (source for source in there if piece in source.have),
-                key=lambda source: (source.in_flight, chance.random()),
+                key=lambda source: (source.in_flight, rng.random()),
             )
             source.in_flight += 1
             missing.discard(piece)
-            flight = executor.submit(_get_piece, client, source.address, piece)
-            self._flights[flight] = piece, source
+            request = executor.submit(_get_piece, client, source.address, piece)
+            self._requests[request] = piece, source
 
     def _collect(self) -> bool:
         """Whether a piece came."""
-        done, _ = wait(self._flights, timeout=0.1, return_when=FIRST_COMPLETED)
-        if not self._flights:
+        done, _ = wait(self._requests, timeout=0.1, return_when=FIRST_COMPLETED)
+        if not self._requests:
             time.sleep(0.1)
-        came = False
+        progressed = False
         for future in done:
-            piece, source = self._flights.pop(future)
+            piece, source = self._requests.pop(future)
             source.in_flight -= 1
             data = future.result()
             if data is None:
                 source.is_there = False  # until the next refresh
             elif self.store.write(piece, data):
-                came = True
+                progressed = True
             else:
                 source.damaged += 1
                 self.report(f"{source.address} sent a damaged piece {piece}")
-        return came
+        return progressed
 
     def _is_good(self, source: Source) -> bool:
         return source.is_there and source.damaged < MAX_DAMAGED
