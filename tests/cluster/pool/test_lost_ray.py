@@ -16,7 +16,6 @@ from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.errors import EngineDied, TrainingRewound
 
 SPEC = LoraSpec(rank=4, seed=1)
-LIMIT_S = 90.0
 
 
 def batch(tokens: int, *, forward_only: bool = False) -> TrainBatch:

@@ -65,6 +65,7 @@ from tinkercloud.speculative.observability.acceptance_log import Line, read_mome
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 STEPS = 12
 LONGEST_S = 5.0  # of one piece of training, which is not cut
+ASK_EVERY_S = 0.05
 LAYERS = (1, 2)
 
 
@@ -266,6 +267,7 @@ def test_training_keeps_within_its_share_and_is_reported(
         "the draft has been trained after the last step",
         lambda: following(driver),
         lambda seen: seen["last_training"] and seen["policy_steps"] == STEPS,
+        poll_s=ASK_EVERY_S,
     )
     assert not snapshot["is_over"]
     seconds = snapshot["seconds"]
@@ -338,7 +340,7 @@ class Sampled:
             self.driver.wait(call)
 
     def wait_for(self, what: str, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        return wait_for(what, lambda: following(self.driver), holds)
+        return wait_for(what, lambda: following(self.driver), holds, poll_s=ASK_EVERY_S)
 
     def outcome(self) -> dict[str, Any]:
         """Once a training has ended."""
@@ -385,7 +387,7 @@ def test_a_head_that_training_has_made_worse_is_refused_and_waits_for_more_cases
         found = sampled.outcome()
         sampled.sample(100)  # as many again are not enough now
         time.sleep(2 * QUIET_S)
-        later = sampled.following()
+        later = following(sampled.driver)
         names = [drafts_of(tmp_path, "tiny").resolve(name) for name in ("best", "latest")]
     assert found["trainings"] == {"used": 0, "refused": 1, "failed": 0}
     assert found["last_training"]["after"]["mean"] < found["last_training"]["before"]["mean"]
