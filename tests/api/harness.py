@@ -1,6 +1,5 @@
 """The whole server in this process, on the fake backend, reached over ASGI."""
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 
+from tests.waiting import async_wait_for
 from tinkercloud.app import create_app
 from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
@@ -26,7 +26,6 @@ from tinkercloud.wire.codec import (
 )
 
 PROTOBUF = {"content-type": "application/x-protobuf"}
-WAIT_S = 10.0
 
 
 def wire_datum(
@@ -129,9 +128,12 @@ class Api:
         return (decode_sample_output if sampled else decode_train_output)(response.content)
 
     async def _finished(self, request_id: str) -> httpx.Response:
-        async with asyncio.timeout(WAIT_S):
-            while (response := await self.retrieve(request_id)).status_code == 408:
-                pass
+        response = await async_wait_for(
+            f"{request_id} has an outcome",
+            lambda: self.retrieve(request_id),
+            lambda answer: answer.status_code != 408,
+            poll_s=0.0,
+        )
         assert response.status_code == 200, response.text
         return response
 
