@@ -75,6 +75,7 @@ def run(args: argparse.Namespace) -> None:
         httpx.Client(base_url=args.base_url, headers={"X-API-Key": args.api_key}) as http,
     ):
         training, tokenizer, metrics = start.training, start.tokenizer, start.metrics
+        drafts_of(http)  # raises before it trains where this key is told nothing
         progress = Progress("drafts", args.steps)
         for step, pairs_B in metrics.left(batches(args.batch_size, args.seed), args.steps):
             examples_B_T = [chat.example(tokenizer, *pair) for pair in pairs_B]
@@ -134,7 +135,7 @@ def drafts_since(http: httpx.Client, before: Drafts, num_tokens: int) -> Drafts:
         if now is not None and now.since(before).sampled >= num_tokens:
             return now.since(before)
         if time.monotonic() > deadline:
-            raise options.RecipeError("this server drafts nothing, or does not tell this key of it")
+            raise options.RecipeError("this server drafts nothing")
         time.sleep(0.05)
 
 
@@ -144,6 +145,11 @@ def drafts_of(http: httpx.Client) -> Drafts | None:
         health = http.get("/health").raise_for_status().json()
     except httpx.HTTPError as error:
         raise options.RecipeError(f"the server's /health: {error}") from error
+    if "backend" not in health:
+        raise options.RecipeError(
+            "where there are several users, the server's numbers are for administrators and for "
+            "those that --metrics-users names: give the key of one"
+        )
     speculation = health.get("speculation")
     if not speculation:
         return None
