@@ -120,7 +120,7 @@ def heard() -> None:
     signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def leave(status: int) -> NoReturn:
+def end_process(status: int) -> NoReturn:
     """Ends this process without Python's own end.
 
     The official client's threads belong to a library that is not Python's. One that wants to call
@@ -239,4 +239,4 @@ It prints the two lines that point them at it, the key on its first start:
 
 
 if __name__ == "__main__":
-    leave(main())
+    end_process(main())

@@ -146,20 +146,29 @@ async def test_a_refusal_is_acknowledged_with_its_failure(
     assert tasks.num_pending == 0
 
 
-async def test_outcomes_of_a_full_disk_are_given_when_they_are_on_record(
-    tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outcome_recorder, "RECORD_AGAIN_S", 0.05)
+async def ended_on_a_full_disk(
+    tasks: TaskManager, database: Database, num_lanes: int
+) -> tuple[list[str], Outcome]:
+    """One operation of each lane: their ids, and the outcome of each, which the disk has no room
+    for."""
     proceed = asyncio.Event()
 
     async def work() -> Outcome:
         await proceed.wait()
         return completed_json({"x": "y" * 100_000})
 
-    request_id = await tasks.submit_in_lane(Ticket("ann", "OptimStep", "k", "m", 1), work)
+    tickets = [Ticket("ann", "OptimStep", f"k{i}", f"m{i}", 1) for i in range(num_lanes)]
+    request_ids = [await tasks.submit_in_lane(ticket, work) for ticket in tickets]
     await fill_disk(database)
     proceed.set()
-    outcome = await work()
+    return request_ids, await work()
+
+
+async def test_outcomes_of_a_full_disk_are_given_when_they_are_on_record(
+    tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outcome_recorder, "RECORD_AGAIN_S", 0.05)
+    (request_id,), outcome = await ended_on_a_full_disk(tasks, database, 1)
     assert await tasks.wait(request_id, "ann", 0.1) is None
     assert tasks.delay_of(request_id) == task_manager.NO_ROOM
     with pytest.raises(StorageFailed, match=r"full.*make room"):
@@ -177,17 +186,7 @@ async def test_outcomes_of_several_lanes_that_wait_for_room_are_all_on_record_be
     tasks: TaskManager, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(outcome_recorder, "RECORD_AGAIN_S", 0.05)
-    proceed = asyncio.Event()
-
-    async def work() -> Outcome:
-        await proceed.wait()
-        return completed_json({"x": "y" * 100_000})
-
-    tickets = [Ticket("ann", "OptimStep", f"k{i}", f"m{i}", 1) for i in range(4)]
-    request_ids = [await tasks.submit_in_lane(ticket, work) for ticket in tickets]
-    await fill_disk(database)
-    proceed.set()
-    outcome = await work()
+    request_ids, outcome = await ended_on_a_full_disk(tasks, database, 4)
     assert await tasks.wait(request_ids[-1], "ann", 0.3) is None
     assert tasks.delay_of(request_ids[-1]) == task_manager.NO_ROOM
     await make_room(database)
