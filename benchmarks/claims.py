@@ -309,6 +309,14 @@ CLAIMS = (
         times=Best("overlapped / serial", "times", {"passes": 0.3}),
     ),
     Claim(
+        "proxy",
+        "JSON by the proxy before our server without its own drafts",
+        Best("proxy tokens/s", "tokens/s", {"target": "tinkercloud", "text": "JSON"}),
+        Best("alone tokens/s", "tokens/s", {"target": "tinkercloud", "text": "JSON"}, "(alone)"),
+        "tinkercloud, JSON: times the target alone",
+        times=Best("times", "times", {"target": "tinkercloud", "text": "JSON"}),
+    ),
+    Claim(
         "cookbook_recipes-0.5.8",
         "recipes of the official cookbook 0.5.8, unmodified, that ended well",
         Count({"ended": "well"}),
