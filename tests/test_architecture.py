@@ -107,9 +107,9 @@ RULES = {
     "speculative.drafters speculative.head speculative.learning speculative.observability "
     "weights",
     "embedded.process": "addresses architectures config core.types embedded.draft_training "
-    "embedded.drafting embedded.forward embedded.model embedded.native embedded.sampling "
-    "embedded.training errors flushing logs speculative.draft_length speculative.drafters "
-    "speculative.learning speculative.remote weights",
+    "embedded.drafting embedded.fairness embedded.forward embedded.model embedded.native "
+    "embedded.sampling embedded.training errors flushing logs speculative.draft_length "
+    "speculative.drafters speculative.learning speculative.remote weights",
     "embedded": "backends.base config core.types embedded.process errors",
     # the cluster backend
     "cluster.gpus": "config errors planning",

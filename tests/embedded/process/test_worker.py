@@ -20,6 +20,7 @@ from tinkercloud.embedded.process.protocol import (
     Sample,
     SaveModel,
 )
+from tinkercloud.embedded.sampling.step_length import StepLength
 
 
 @pytest.fixture
@@ -29,8 +30,8 @@ def driver(folder: Path, tmp_path: Path) -> Iterator[Driver]:
     driver.end()
 
 
-def batch(length: int) -> TrainBatch:
-    return TrainBatch((supervised(length, 0),) * 8, "cross_entropy")
+def batch(length: int, user: str = "") -> TrainBatch:
+    return TrainBatch((supervised(length, 0),) * 8, "cross_entropy", user=user)
 
 
 def test_training_goes_on_under_an_endless_stream_of_samples(driver: Driver) -> None:
@@ -89,6 +90,31 @@ def test_company_changes_no_result(driver: Driver) -> None:
         np.testing.assert_array_equal(ours["logprobs"], theirs["logprobs"])
 
 
+def test_steps_of_sampling_are_short_after_training_of_somebody_else(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = driver.call(Publish(FromBase("tiny")))
+    driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
+    short: list[bool] = []
+    begin = StepLength.begin
+
+    def seen(length: StepLength, *, is_short: bool) -> None:
+        short.append(is_short)
+        begin(length, is_short=is_short)
+
+    monkeypatch.setattr(StepLength, "begin", seen)
+
+    def steps_for(user: str) -> set[bool]:
+        short.clear()
+        driver.call(Sample(version, ask(random_prompt(20, 1), use_eos=False, user=user)))
+        return set(short)
+
+    assert steps_for("ada") == {False}
+    driver.call(ForwardBackward("m", batch(8, "bob")))
+    assert steps_for("ada") == {True}
+    assert steps_for("bob") == {False}, "nobody else waits for these"
+
+
 LONG_WORK: dict[str, Request[object]] = {
     "create": CreateModel("new", "tiny", LoraSpec(rank=4, seed=0)),
     "optim_step": OptimStep("m", AdamParams(1e-3)),
@@ -101,7 +127,7 @@ LONG_WORK: dict[str, Request[object]] = {
 def test_samples_go_on_during_long_work_on_a_model_and_other_requests_keep_their_order(
     name: str, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "TRAINING_SLICE_S", 0.0)  # each part of the work is long
+    monkeypatch.setattr(worker, "SLICE_S", 0.0)  # each part of the work is long
     version = driver.call(Publish(FromBase("tiny")))
     driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
     request = ask(random_prompt(20, 1), max_tokens=4, use_eos=False)
@@ -119,7 +145,7 @@ def test_samples_go_on_during_long_work_on_a_model_and_other_requests_keep_their
 def test_passes_and_saves_of_other_models_go_on_during_long_work_on_one_and_none_of_its_own(
     name: str, driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "TRAINING_SLICE_S", 0.0)  # each part of the work is long
+    monkeypatch.setattr(worker, "SLICE_S", 0.0)  # each part of the work is long
     for model in ("m", "other", "alone"):
         driver.call(CreateModel(model, "tiny", LoraSpec(rank=4, seed=0)))
     alone = driver.call(ForwardBackward("alone", batch(8)))

@@ -117,6 +117,17 @@ def test_a_micro_batch_that_does_not_fit_a_pass_waits_for_the_next(
     assert passes == [[1, 1], [1]]
 
 
+def test_users_are_those_who_train_or_did_a_moment_ago(store: ModelStore) -> None:
+    a, b = create(store, "a", "b")
+    queue = TrainingQueue(LIMITS)
+    assert queue.users_lately() == frozenset()
+    queue.add(0, a, batch(10, user="ada"))
+    assert queue.users_lately() == {"ada"}
+    finish(queue)
+    queue.add(1, b, batch(10, user="bob"))
+    assert queue.users_lately() == {"ada", "bob"}
+
+
 def test_training_and_scoring_never_share_a_pass(
     store: ModelStore, passes: list[list[int]]
 ) -> None:

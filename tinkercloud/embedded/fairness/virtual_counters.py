@@ -6,7 +6,7 @@ least is next. A user who comes is lifted to one less than the least of those wh
 but nobody saves time up by being idle. One who leaves and comes back keeps what is above that.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 
 class VirtualCounters:
@@ -15,6 +15,11 @@ class VirtualCounters:
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
         self._jobs: dict[str, int] = {}  # of users with work
+
+    @property
+    def users(self) -> Set[str]:
+        """With work."""
+        return self._jobs.keys()
 
     @property
     def num_users(self) -> int:

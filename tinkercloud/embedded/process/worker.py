@@ -28,6 +28,7 @@ from tinkercloud.embedded.draft_training.online_trainer import (
     OnlineSettings,
 )
 from tinkercloud.embedded.draft_training.online_trainers import OnlineTrainers
+from tinkercloud.embedded.fairness.recent_users import SLICE_S
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import (
     choose_device,
@@ -69,10 +70,6 @@ from tinkercloud.speculative.learning.schedule import TriggerSettings
 logger = logging.getLogger(__name__)
 
 
-TRAINING_SLICE_S = 0.1
-"""How long training may keep samples waiting, as far as its steps can be cut."""
-
-
 class Worker:
     """Owns the models, the sampling engine and the device."""
 
@@ -83,6 +80,8 @@ class Worker:
         self._models = models
         self._drafts = OnlineTrainers()
         config = settings.engine
+        limits = Limits(config.microbatch_tokens, config.activation_bytes)
+        self._training = TrainingQueue(limits, self._drafts.observer, models.require_pass)
         self._engine = SamplingEngine(
             max_batch=config.max_batch,
             depth=config.decode_depth,
@@ -90,8 +89,7 @@ class Worker:
             num_threads=config.threads or usable_cores(),
             speculate=speculate(_drafter_settings(settings), self._drafts),
         )
-        limits = Limits(config.microbatch_tokens, config.activation_bytes)
-        self._training = TrainingQueue(limits, self._drafts.observer, models.require_pass)
+        self._engine.yield_to(self._training.users_lately)
         self._tokens = TokenOutbox(send)
         self._handlers = RequestHandlers(
             *(models, self._engine, self._training, self._tokens),
@@ -157,7 +155,7 @@ class Worker:
         requests wait, since they may make or change models; none of the samples can need one of
         these: their weights were published before."""
         part_s = time.monotonic() - self._part_began_s
-        if part_s < TRAINING_SLICE_S:
+        if part_s < SLICE_S:
             return
         until = time.monotonic() + part_s
         self._take_harmless()
@@ -248,7 +246,7 @@ class Worker:
             self._engine.fail_all(error)
 
     def _train_slice(self) -> None:
-        for call in self._training.step(TRAINING_SLICE_S):
+        for call in self._training.step(SLICE_S):
             Reply(call.call_id, self._send)(call.error if call.error is not None else call.output)
 
     def _report(self, *, force: bool = False) -> None:

@@ -6,7 +6,7 @@ there are no locks. Seeded results do not depend on other requests: see `runners
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -135,6 +135,11 @@ class SamplingEngine:
     def use_streams(self, streams: Streams) -> None:
         """Others than the device's own; between steps."""
         self._streams = streams
+
+    def yield_to(self, who_trains: Callable[[], Set[str]]) -> None:
+        """who_trains: users whose training waits for the end of a step, or may come to. From now on
+        steps are short for them, where samples are not all their own."""
+        self.scheduler.who_trains = who_trains
 
     def forget(self, version_id: str) -> None:
         """Drop what is cached of a released version; its unfinished samples go on."""

@@ -118,11 +118,15 @@ class PrefillBudget:
         self._limits = {place: self._with_samples(plain_ms, place) for place in self._purses}
         self._limits[Place.UNDISTURBING] = self._alone()
 
-    def rows(self, work: RowWork, start: int, most: int, place: Place) -> int:
-        """How many more rows a prompt may have computed behind its first `start` tokens."""
+    def rows(
+        self, work: RowWork, start: int, most: int, place: Place, work_left: float = inf
+    ) -> int:
+        """How many more rows a prompt may have computed behind its first `start` tokens. work_left:
+        of the step, which is to be short."""
         limit = self._limits[place]
-        least = limit.least_rows - self._num_rows
-        within = max(work.rows(start, limit.work - self._work), least)
+        least_rows = min(limit.least_rows, MIN_SHORT_ROWS if work_left < inf else self._max_rows)
+        least = least_rows - self._num_rows
+        within = max(work.rows(start, min(limit.work - self._work, work_left)), least)
         if 0 < within < most and work.of(start, most) <= WHOLE_WORK:
             within = most
         return max(min(most, within, self._max_rows - self._num_rows), 0)

@@ -8,14 +8,14 @@ allows. So a prompt, a sample that is decoded, and a sample that lost its blocks
 again are scheduled alike.
 
 Between users, the one who was given the fewest tokens is next: with a prompt, a place in the batch,
-and blocks. Prompts have a small budget beside other users' samples. Which bits a sample gets does
-not depend on any of that.
+and blocks. Prompts have a small budget beside other users' samples, and steps are short beside
+other users' training. Which bits a sample gets does not depend on any of that.
 
 Needs no model: what it knows of a base is its `KVCache`.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from itertools import islice
 
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, Digest
@@ -25,6 +25,7 @@ from tinkercloud.embedded.sampling.block_reservation import BlockReservation, KV
 from tinkercloud.embedded.sampling.prefill_budget import Place, PrefillBudget
 from tinkercloud.embedded.sampling.queues import Queues
 from tinkercloud.embedded.sampling.sequences import Job, Sequence
+from tinkercloud.embedded.sampling.step_length import StepLength
 from tinkercloud.embedded.sampling.victims import without_paused
 from tinkercloud.errors import ServerFault
 
@@ -45,7 +46,7 @@ class Scheduler:
     max_batch: samples that run at once. max_begun: no prompt is begun while more samples than this
     run or are ready, so that prefill does not starve them. cache_of: the blocks of a base.
     on_discard: is called with a sample whose tokens are dropped, because it starts over or because
-    its job failed.
+    its job failed. who_trains: as of `SamplingEngine.yield_to`.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Scheduler:
         self._counters = self._queues.counters
         self._blocks = BlockReservation(self._queues, cache_of, on_discard, self._fail)
         self._budget = PrefillBudget(PREFILL_ROWS)
+        self._length = StepLength()
+        self.who_trains: Callable[[], Set[str]] = frozenset
         self._decoding: Counter[str] = Counter()  # its samples that get a token, by user
 
     @property
@@ -112,7 +115,11 @@ class Scheduler:
         """What the next pass computes; blocks for it are reserved. Running samples come first,
         prompts get the blocks that these leave."""
         self._queues.planned.clear()
-        batch = without_paused(self._queues.running, self._max_batch)
+        self._length.begin(is_short=self._is_waited_for())
+        batch = self._length.samples(
+            without_paused(self._queues.running, self._max_batch),
+            prompts_wait=bool(self._queues.waiting),
+        )
         self._decoding = Counter(s.job.user for s in batch if s.num_pending == 1 and s.blocks)
         self._budget.begin(self._decoding.total(), is_alone=self._counters.num_users == 1)
         return [*self._decode_items(batch), *self._prefill_items()]
@@ -120,6 +127,12 @@ class Scheduler:
     def took(self, ms: float) -> None:
         """The pass that was scheduled last is over."""
         self._budget.took(ms)
+        self._length.took(ms)
+
+    def _is_waited_for(self) -> bool:
+        """Whether somebody trains who is not the only one to sample."""
+        trains = self.who_trains()
+        return bool(trains) and len(trains | self._counters.users) > 1
 
     def reserve_draft(self, sequence: Sequence, num_drafted: int) -> bool:
         """Blocks for drafted tokens behind the sample's own. False: there are not enough, and no
@@ -225,6 +238,7 @@ class Scheduler:
         work, start = sequence.job.row_work, sequence.num_computed
         if sequence.is_prompt or sequence.num_pending > 1:
             self._budget.take(work, start, count, self._place_of(sequence.job.user))
+        self._length.add(work.of(start, count))
         self._counters.charge(sequence.job.user, work.of(start, count))
         self._queues.planned.add(sequence)
         return BatchItem(sequence, count)
@@ -235,7 +249,8 @@ class Scheduler:
         start = sequence.num_computed
         most = min(sequence.num_pending, chunk - start % chunk)
         place = self._place_of(sequence.job.user)
-        rows = self._budget.rows(sequence.job.row_work, start, most, place)
+        work_left = self._length.work_left
+        rows = self._budget.rows(sequence.job.row_work, start, most, place, work_left)
         if self._cache_of(sequence.job.version.base).is_reproducible:
             return rows
         return most if rows else 0

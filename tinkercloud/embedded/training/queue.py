@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinkercloud.core.types import TrainBatch, TrainOutput
+from tinkercloud.embedded.fairness.recent_users import RecentUsers
 from tinkercloud.embedded.fairness.virtual_counters import VirtualCounters
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.micro_batch_pass import Share, run_pass
@@ -97,6 +98,7 @@ class TrainingQueue:
         self._last_pass: dict[str, int] = {}
         self._num_passes = 0
         self._counters = VirtualCounters()
+        self._recent = RecentUsers()
 
     def __len__(self) -> int:
         """Calls that are not finished."""
@@ -106,6 +108,10 @@ class TrainingQueue:
     def model_ids(self) -> frozenset[str]:
         """With calls that are not finished."""
         return frozenset(job.model.id for job in self._jobs)
+
+    def users_lately(self) -> frozenset[str]:
+        """With calls, or with some a moment ago."""
+        return self._recent.users() | self._counters.users
 
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
         shares = model.base.is_llama_family
@@ -217,6 +223,7 @@ class TrainingQueue:
     def _remove(self, job: _Job, result: Finished) -> Finished:
         self._jobs.remove(job)
         self._counters.leave(job.batch.user)
+        self._recent.see(job.batch.user)
         return result
 
 

@@ -14,7 +14,8 @@ from tinkercloud.core.types import FromBase, SampleOutput
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, block_digests
 from tinkercloud.embedded.process.model_store import ModelStore
-from tinkercloud.embedded.sampling import base_states, scheduler
+from tinkercloud.embedded.sampling import base_states, scheduler, step_length
+from tinkercloud.embedded.sampling.batch_plan import BatchItem
 from tinkercloud.errors import ServerFault, VersionLost
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -182,6 +183,35 @@ def test_a_released_version_is_lost_and_its_blocks_are_free(store: ModelStore, b
     assert outcome[0].prompt_cache_hit_tokens == 0
     with pytest.raises(VersionLost):
         store.version(base)
+
+
+# ---- short steps
+
+
+def test_short_steps_for_anothers_training_change_nothing_but_time(
+    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = {
+        str(i): (base, ask(random_prompt(5 + 30 * i, i), n=3, seed=i, max_tokens=20 + i))
+        for i in range(4)
+    }
+    long = Sampler(store).run(requests)
+    monkeypatch.setattr(step_length.StepTimes, "work_within", lambda *_: 6.0)
+    sampler = Sampler(store)
+    sampler.engine.yield_to(lambda: {"trains"})
+    num_samples: list[int] = []
+    schedule = sampler.engine.scheduler.schedule
+
+    def counted() -> list[BatchItem]:
+        items = schedule()
+        num_samples.append(sum(not item.sequence.is_prompt for item in items))
+        return items
+
+    monkeypatch.setattr(sampler.engine.scheduler, "schedule", counted)
+    short = sampler.run(requests)
+    assert max(num_samples) <= 6 < 12, "twelve run at once where steps may be long"
+    for name, output in long.items():
+        assert_same_samples_in_company(output, short[name], is_exact=True)
 
 
 # ---- too few blocks
