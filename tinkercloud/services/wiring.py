@@ -167,7 +167,9 @@ def build_services(
         sampling=sampling,
         training=TrainingService(dependencies, models, sampling),
         rest=_rest(base),
-        results=FutureService(backend, tasks, storages.futures, config.hold_s),
+        results=FutureService(
+            backend, dependencies.recovery, tasks, storages.futures, config.hold_s
+        ),
         completions=CompletionService(tasks, storages.futures, config.hold_s),
         usage=base.usage,
         losses=dependencies.losses,

@@ -348,6 +348,8 @@ class SamplingService:
     async def _attempt(
         self, sampler: Sampler, request: CoreSampleRequest, on_tokens: OnTokens | None
     ) -> DrawnSample:
+        if sampler.model_id is not None:  # what it published may have to be made again
+            self._tasks.works_on(sampler.model_id)
         version = await self._versions.get(sampler)
         self._tasks.works_on(version)
         try:

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.lanes import Lanes
@@ -28,6 +29,7 @@ from tinkercloud.errors import (
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD, PUBLISH
 from tinkercloud.services.recovery.replayer import Replayer
+from tinkercloud.services.recovery.returns import CannotComeBack, Return, Returns
 from tinkercloud.services.recovery.snapshots import Key, Snapshots
 from tinkercloud.services.recovery.training_outcomes import deviation
 from tinkercloud.services.recovery.version_store import Published
@@ -47,10 +49,6 @@ MAX_FAILURES = 12
 
 FIRST_POSITION = 1
 """Of the operation that makes a model."""
-
-
-class CannotComeBack(ServerFault):
-    """Trying again would not help: what is kept of the model is not as it was written."""
 
 
 class Recovery:
@@ -75,6 +73,7 @@ class Recovery:
         self._positions: dict[Key, int] = {}  # of what ran last, of models that are there
         self._used_at: dict[Key, float] = {}  # monotonic, of the same
         self._suspects = asyncio.Lock()
+        self._returns = Returns()
         self._deviation = 0.0
         self._num_recovered = 0
         self.recorded: Callable[[], Awaitable[None]] = _nothing_is_late
@@ -118,7 +117,7 @@ class Recovery:
     async def _attempt(self, key: Key, work: Work, attempt: int) -> Outcome | None:
         """None: the engine ended underway."""
         while True:
-            await self._bring_back(key)
+            await self._bring_back(key, alone=attempt > 1)
             began = self._backend.incarnation()
             try:
                 return await work()
@@ -177,6 +176,7 @@ class Recovery:
         """Its memory is freed, or will be before anything else."""
         for by_key in (self._there, self._positions, self._used_at):
             by_key.pop(key, None)
+        self._returns.forget(key)
 
     def deleted(self, key: Key) -> None:
         """The backend has it no more, and nothing of it is to be kept but what it published."""
@@ -203,50 +203,65 @@ class Recovery:
     def _is_there(self, key: Key) -> bool:
         return self._there.get(key) == self._backend.incarnation()
 
-    async def _bring_back(self, key: Key) -> None:
-        """Called where no operation of the model runs."""
-        self._used_at[key] = time.monotonic()
-        if self.is_offered and not self._is_there(key):
-            await self.recorded()
-        wait_s, num_failed = FIRST_WAIT_S, 0
-        while self.is_offered and not self._is_there(key):
-            now = self._backend.incarnation()
-            assert now is not None
-            try:
-                self._positions[key] = await self._restored(key)
-            except TinkercloudError as error:
-                if self._backend.incarnation() == now and not isinstance(error, EngineDied):
-                    num_failed += 1
-                    if _is_final(error) or num_failed == MAX_FAILURES:
-                        raise
-                logger.warning("%s is not back yet: %s", key[1], error)
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-                continue
-            self._there[key] = now
+    def delay_of(self, subject: str) -> str | None:
+        """Why what is for this model waits, in words for its user; None: not for its return."""
+        return self._returns.delay_of(subject)
 
-    async def _restored(self, key: Key) -> int:
+    async def _bring_back(self, key: Key, *, alone: bool = False) -> None:
+        """Called where no operation of the model runs. alone: `_suspects` is held."""
+        self._used_at[key] = time.monotonic()
+        if not self.is_offered or self._is_there(key):
+            return
+        await self.recorded()
+        with self._returns.begin(key) as way:
+            await self._try_until_back(key, way, alone=alone)
+
+    async def _try_until_back(self, key: Key, way: Return, *, alone: bool) -> None:
+        wait_s, num_failed = FIRST_WAIT_S, 0
+        while not self._is_there(key):
+            async with self._suspects if way.num_ends and not alone else nullcontext():
+                now = self._backend.incarnation()
+                assert now is not None
+                try:
+                    self._positions[key] = await self._restored(key, way)
+                except TinkercloudError as error:
+                    logger.warning("%s is not back yet: %s", key[1], error)
+                    if isinstance(error, EngineDied):
+                        way.engine_ended()
+                    elif self._backend.incarnation() == now:
+                        num_failed += 1
+                        if _is_final(error) or num_failed == MAX_FAILURES:
+                            raise
+                else:
+                    self._there[key] = now
+                    return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _restored(self, key: Key, way: Return) -> int:
         """Memory that is short is no fault of the operation that waits for its model: it would be
         taken as one that ran."""
         try:
-            return await self._restore(key)
+            return await self._restore(key, way)
         except MemoryShort as error:
             raise ServerFault(
                 f"{key[1]} is kept on the server's disk, and there is no memory to bring it back "
                 f"just now: {error}"
             ) from error
 
-    async def _restore(self, key: Key) -> int:
+    async def _restore(self, key: Key, way: Return) -> int:
         """The position of the last operation that the model has now."""
         user, model_id = key
         began, position, num_done = time.monotonic(), 0, 0
         if await self._journal.is_ended(user, model_id):  # a sample asked for what it had published
             return 0
+        way.doing = "its snapshot is read"
         await self._snapshots.settle(key)  # once it is on record, the one before it is removed
         snapshot = await self._restore_newest(key)
         if snapshot is not None:
             position = snapshot.position
         while operation := await self._journal.next_after(user, model_id, position):
+            way.doing = f"its operation {operation.seq_id} ({operation.kind}) is done again"
             await self._do_again(operation, await self._base_model(key))
             position, num_done = operation.position, num_done + 1
         await self._note_numerics(key, position)

@@ -3,6 +3,7 @@
 from tinker_gmi.types import CleanupFuturesRequest, FutureStatusResponse, TryAgainResponse
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.services.recovery.recovery import Recovery
 from tinkercloud.services.results.result_answer import JsonWriter, ResultAnswer, as_kept
 from tinkercloud.storage.futures import FuturesStorage
 
@@ -11,9 +12,15 @@ class FutureService:
     """hold_s: the longest wait of one call."""
 
     def __init__(
-        self, backend: Backend, tasks: TaskManager, futures: FuturesStorage, hold_s: float
+        self,
+        backend: Backend,
+        recovery: Recovery,
+        tasks: TaskManager,
+        futures: FuturesStorage,
+        hold_s: float,
     ):
         self._backend = backend
+        self._recovery = recovery
         self._tasks = tasks
         self._futures = futures
         self._hold_s = hold_s
@@ -30,11 +37,11 @@ class FutureService:
         return as_kept(outcome) if protobuf else self._json.plain(request_id, outcome)
 
     def try_again(self, request_id: str) -> TryAgainResponse:
-        """The answer to a poll of a pending request: whether it waits for capacity, or its result
-        for room on the disk."""
+        """The answer to a poll of a pending request: whether it waits for capacity or for its
+        model's return, or its result for room on the disk."""
         reason, subject = self._tasks.delay_of(request_id), self._tasks.subject_of(request_id)
         if reason is None and subject is not None:
-            reason = self._backend.queue_state(subject)
+            reason = self._backend.queue_state(subject) or self._recovery.delay_of(subject)
         if reason is None:
             return TryAgainResponse(request_id=request_id)
         return TryAgainResponse(
