@@ -3,7 +3,7 @@
 import importlib
 import logging
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
@@ -15,6 +15,7 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.errors import (
     ConfigError,
+    DatabaseDamaged,
     FutureUnknown,
     TinkercloudError,
 )
@@ -27,6 +28,7 @@ from tinkercloud.routers.http.middleware import Authenticator, AuthMiddleware
 from tinkercloud.routers.http.request_body import BodyMiddleware
 from tinkercloud.services.common.bodies import fault_text
 from tinkercloud.services.common.catalog import Catalog
+from tinkercloud.services.container import Services
 from tinkercloud.services.wiring import Stores, build_services
 from tinkercloud.storage.connections import SQLITE, Connector
 from tinkercloud.storage.database import Database
@@ -53,24 +55,24 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         database = await Database.open(config.data_dir, connector)
-        keys = authenticator.keys = KeyStore(config.data_dir, connector)
         try:
-            served = await chosen.start()
-            try:
-                catalog = Catalog(served, config.aliases, config.max_topk_logprobs)
-                stores = Stores(database, keys)
-                flags = {**_flags(config), **(client_config or {})}
-                services = build_services(config, flags, chosen, catalog, stores)
-                await services.start()
-                app.state.services = services
+            with closing(KeyStore(config.data_dir, connector)) as keys:
+                authenticator.keys = keys
+                served = await chosen.start()
                 try:
-                    yield
+                    catalog = Catalog(served, config.aliases, config.max_topk_logprobs)
+                    stores = Stores(database, keys)
+                    flags = {**_flags(config), **(client_config or {})}
+                    services = build_services(config, flags, chosen, catalog, stores)
+                    await _start(services)
+                    app.state.services = services
+                    try:
+                        yield
+                    finally:
+                        await services.close()
                 finally:
-                    await services.close()
-            finally:
-                await chosen.stop()
-        finally:
-            keys.close()
+                    await chosen.stop()
+        finally:  # its thread would keep the process
             await database.close()
 
     # Not FastAPI's document and pages: ours is a route like others (routers/api_document.py).
@@ -85,6 +87,14 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid_request)
     app.add_exception_handler(HTTPException, _http_error)
     return app
+
+
+async def _start(services: Services) -> None:
+    """Raises ConfigError for a database that cannot be read: no server can go on with it."""
+    try:
+        await services.start()
+    except DatabaseDamaged as error:
+        raise ConfigError(str(error)) from error
 
 
 def _flags(config: Config) -> dict[str, object]:

@@ -33,7 +33,7 @@ from tinkercloud.commands.generation import chat, generate
 from tinkercloud.commands.options import Arguments, complain, missing_extra, say
 from tinkercloud.commands.pools import options as pool_options
 from tinkercloud.commands.runs import branch, diff, receipt, replay, verify
-from tinkercloud.errors import ConfigError, UserError
+from tinkercloud.errors import ConfigError, ServerFault, UserError
 
 COMMANDS = {
     "serve": ("serve; no option is needed", serve),
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         complain(str(error))
         return 2
-    except UserError as error:
+    except (UserError, ServerFault) as error:
         complain(str(error))
         return 1
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@
     |   +-- RecoveryNotOffered  status 400: this backend's models do not come back
     +-- ServerFault             status 503: ours; the request may be right
     |   +-- ModelStateLost, VersionLost, EngineDied, CapacityTimeout, TrainingRewound,
-    |       StorageFailed, StateCopyLost, StateDamaged, UpstreamUnreachable
+    |       StorageFailed, DatabaseDamaged, StateCopyLost, StateDamaged, UpstreamUnreachable
     +-- UpstreamRefused, UpstreamAnswerInvalid  status 502: what an upstream of the proxy answers
     +-- UnknownRequest          the engine process has no handler for a request: a defect
     +-- ConfigError             raised before the server listens; never reaches HTTP
@@ -263,6 +263,17 @@ class StorageFailed(ServerFault):
         super().__init__(
             f"the server's data folder cannot be written ({reason}): its operator must make room, "
             "or give the right to write there. What was acknowledged is kept; send this again then"
+        )
+
+
+class DatabaseDamaged(ServerFault):
+    """A page of the database is not as it was written."""
+
+    def __init__(self, reason: str):
+        super().__init__(
+            f"the server's database is damaged ({reason}): its operator must stop the server, move "
+            "the file aside and restore a backup (tinkercloud restore). What checkpoints/ beside "
+            "it holds is whole in itself"
         )
 
 

@@ -12,7 +12,7 @@ from tinkercloud.backends.base import Backend
 from tinkercloud.config import Config
 from tinkercloud.core.on_policy import OnPolicyTracker
 from tinkercloud.core.task_manager import TaskManager
-from tinkercloud.errors import StorageFailed
+from tinkercloud.errors import DatabaseDamaged, StorageFailed
 from tinkercloud.services.accounts.account_service import AccountService
 from tinkercloud.services.accounts.billing_service import BillingService
 from tinkercloud.services.accounts.observers import Observers
@@ -163,6 +163,6 @@ class Services:
         while True:
             try:
                 await self._sweep()
-            except StorageFailed as error:  # the disk is full: later there may be room
+            except (StorageFailed, DatabaseDamaged) as error:  # later there may be room
                 logger.error("nothing was expired: %s", error)
             await asyncio.sleep(min(max(ttl_s / 4, SHORTEST_SWEEP_S), LONGEST_SWEEP_S))

@@ -9,12 +9,13 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkercloud.errors import ServerFault, StorageFailed
+from tinkercloud.errors import DatabaseDamaged, ServerFault, StorageFailed
 from tinkercloud.storage.connections import SQLITE, AsyncConnection, Connector, Statement, Value
-from tinkercloud.storage.database_file import prepare_database_file
+from tinkercloud.storage.database_file import named_faults, prepare_database_file
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ _NO_WRITES = {
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY),
     *(sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM),
 }
+_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 MAX_GROUP = 1000  # writes per commit, so that one commit stays well below a second
 SHRINK_PAGES = 1000  # at once, so that other writes wait some milliseconds only
 MAX_FREE_PAGES = 1000
@@ -41,7 +43,7 @@ class _Write:
 
 
 class Database:
-    """Reads see every write that has returned."""
+    """Reads see every write that has returned. Both raise DatabaseDamaged."""
 
     def __init__(self, writer: AsyncConnection, reader: AsyncConnection):
         self._writer = writer
@@ -52,11 +54,14 @@ class Database:
 
     @classmethod
     async def open(cls, data_dir: Path, connector: Connector = SQLITE) -> "Database":
-        """The database of data_dir, made where missing."""
+        """The database of data_dir, made where missing. Raises ConfigError."""
         path = prepare_database_file(data_dir, connector)
-        writer = await _connect(path, connector)
-        reader = await _connect(path, connector)
-        await reader.execute("PRAGMA query_only = ON")
+        async with AsyncExitStack() as opened:
+            with named_faults(path):
+                writer = await _connect(path, connector, opened)
+                reader = await _connect(path, connector, opened)
+                await reader.execute("PRAGMA query_only = ON")
+            opened.pop_all()
         return cls(writer, reader)
 
     async def close(self) -> None:
@@ -109,7 +114,13 @@ class Database:
         await self.write("UPDATE secrets SET value = value WHERE name = 'tokens'")
 
     async def all(self, sql: str, *values: Value) -> list[Row]:
-        return list(await self._reader.execute_fetchall(sql, values))
+        try:
+            return list(await self._reader.execute_fetchall(sql, values))
+        except sqlite3.DatabaseError as error:
+            named = _named(error)
+            if isinstance(named, DatabaseDamaged):
+                raise named from error
+            raise
 
     async def one(self, sql: str, *values: Value) -> Row | None:
         rows = await self.all(sql, *values)
@@ -161,6 +172,8 @@ class Database:
 def _named(error: Exception) -> Exception:
     """sqlite3 raises some errors of its own, which have no code of SQLite's."""
     code = getattr(error, "sqlite_errorcode", 0)
+    if code & 0xFF in _DAMAGE:
+        return DatabaseDamaged(str(error))
     return StorageFailed(str(error)) if code & 0xFF in _NO_WRITES else error
 
 
@@ -174,8 +187,10 @@ def _settle(group: Sequence[_Write], error: Exception | None) -> None:
             write.done.set_exception(error)
 
 
-async def _connect(path: Path, connector: Connector) -> AsyncConnection:
+async def _connect(path: Path, connector: Connector, opened: AsyncExitStack) -> AsyncConnection:
+    """opened: closes it."""
     connection = await connector.connect_async(path)
+    opened.push_async_callback(connection.close)  # its thread would keep the process
     await connection.execute("PRAGMA journal_mode = WAL")
     # Some milliseconds a commit: what was acknowledged is there after a power cut.
     await connection.execute("PRAGMA synchronous = FULL")

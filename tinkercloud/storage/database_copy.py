@@ -1,12 +1,14 @@
 """The database as another file: made beside a running server, and checked before it is used."""
 
+import errno
+import os
 import sqlite3
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
 from tinkercloud.errors import UserError
-from tinkercloud.storage.database_file import DATABASE_NAME
+from tinkercloud.storage.database_file import DATABASE_NAME, named_faults
 
 _DIRECTORIES = "SELECT directory FROM checkpoints ORDER BY directory"
 _OF_RUNS = (
@@ -18,13 +20,29 @@ _OF_RUNS = (
 
 def copy_database(data_dir: Path, target: Path) -> list[str]:
     """The database as it is now, into the folder `target`; writers go on meanwhile. The folders of
-    the checkpoints that it names, relative to data_dir."""
-    path = target / DATABASE_NAME
+    the checkpoints that it names, relative to data_dir. Raises ConfigError for a database that
+    cannot be read, and OSError where the copy has no room."""
+    path, source = target / DATABASE_NAME, data_dir / DATABASE_NAME
     path.touch(mode=0o600)
-    with closing(_read_only(data_dir)) as reader, closing(sqlite3.connect(path)) as copy:
-        reader.backup(copy)
-        copy.execute("PRAGMA journal_mode = DELETE")  # one file, nothing beside it
+    with closing(sqlite3.connect(path)) as copy, named_faults(source):
+        try:
+            with closing(_read_only(data_dir)) as reader:
+                reader.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, nothing beside it
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+            raise
         return [directory for (directory,) in copy.execute(_DIRECTORIES)]
+
+
+def require_sound(folder: Path, source: Path) -> None:
+    """Raises ConfigError for a copy of a damaged database, which would be found out when it is too
+    late. source: the data folder that it is of."""
+    with named_faults(source / DATABASE_NAME), closing(_read_only(folder)) as reader:
+        (fault,) = reader.execute("PRAGMA quick_check(1)").fetchone()
+        if fault != "ok":
+            raise sqlite3.DatabaseError(fault.splitlines()[-1])
 
 
 def folders_of_runs(folder: Path, recovery: str) -> list[str]:

@@ -6,8 +6,8 @@ after its own number, which SQLite keeps in the file (`PRAGMA user_version`), in
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,13 +30,19 @@ def prepare_database_file(data_dir: Path, connector: Connector = SQLITE) -> Path
         path.chmod(0o600)
     except OSError as error:
         raise unwritable(data_dir, error) from error
+    with named_faults(path), closing(connector.connect(path)) as connection:
+        _let_it_shrink(connection)
+        migrate(connection)
+    return path
+
+
+@contextmanager
+def named_faults(path: Path) -> Generator[None]:
+    """ConfigError with advice for what SQLite raises of this file."""
     try:
-        with closing(connector.connect(path)) as connection:
-            _let_it_shrink(connection)
-            migrate(connection)
+        yield
     except sqlite3.DatabaseError as error:
         raise ConfigError(_advice(path, error)) from error
-    return path
 
 
 def unwritable(data_dir: Path, error: OSError) -> ConfigError:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from tinkercloud.storage.audit_log import INSERT_ENTRY
 from tinkercloud.storage.connections import SQLITE, Connector
-from tinkercloud.storage.database_file import prepare_database_file
+from tinkercloud.storage.database_file import named_faults, prepare_database_file
 from tinkercloud.storage.quota import Quota
 from tinkercloud.storage.tokens import TOKEN_PREFIX, TokenSigner
 
@@ -65,8 +65,9 @@ class KeyStore:
     def __init__(self, data_dir: Path, connector: Connector = SQLITE):
         path = prepare_database_file(data_dir, connector)
         self._connection = connector.connect(path, autocommit=False)
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._signer = TokenSigner(self.secret("tokens"))
+        with named_faults(path):
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._signer = TokenSigner(self.secret("tokens"))
         self._cached: list[KeyRecord] = []
         self._cached_at = float("-inf")
 

@@ -10,7 +10,8 @@ caches, and base models.
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tinkercloud.storage.database_copy import (
     copy_database,
     folders_of_runs,
     forget_checkpoints,
+    require_sound,
 )
 from tinkercloud.storage.database_file import DATABASE_NAME, prepare_database_file
 
@@ -54,6 +56,11 @@ def back_up(data_dir: Path, folder: Path, report: Report) -> Copied:
         raise UserError(f"{folder} is there already; name a folder that is not")
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a backup that was interrupted
+    with _whole_or_not_at_all(folder, [partial]):
+        return _back_up(data_dir, folder, partial, report)
+
+
+def _back_up(data_dir: Path, folder: Path, partial: Path, report: Report) -> Copied:
     checkpoint_files.make_folder(partial.parent)
     partial.mkdir(mode=0o700)
     directories = _copy_with_runs(data_dir, partial)
@@ -93,6 +100,18 @@ def restore(folder: Path, data_dir: Path, report: Report) -> Copied:
         except ServerFault as error:
             raise UserError(f"{folder / directory}: {error}") from error
         report(f"verified {directory}")
+    aside = data_dir / f".{DATABASE_NAME}"
+    made = [data_dir / DATABASE_NAME, aside]  # first: without it nobody takes the rest for whole
+    made += [data_dir / path.name for path in folder.iterdir() if path.is_dir()]
+    made += [] if held else [data_dir]
+    with _whole_or_not_at_all(data_dir, made):
+        num_bytes = _restore(folder, data_dir, aside)
+    prepare_database_file(data_dir)
+    return Copied(len(directories), num_bytes)
+
+
+def _restore(folder: Path, data_dir: Path, aside: Path) -> int:
+    """Bytes of all files."""
     checkpoint_files.make_folder(data_dir.parent)
     data_dir.mkdir(mode=0o700, exist_ok=True)
     flushing.flush(data_dir.parent)
@@ -101,23 +120,42 @@ def restore(folder: Path, data_dir: Path, report: Report) -> Copied:
             shutil.copytree(path, data_dir / path.name, symlinks=True)
     num_bytes = _flush_all(data_dir)
     # The database last, whole: a server that starts on half of a restored folder must not find it.
-    aside = data_dir / f".{DATABASE_NAME}"
     num_bytes += shutil.copyfile(folder / DATABASE_NAME, aside).stat().st_size
     flushing.flush(aside)
     aside.rename(data_dir / DATABASE_NAME)
     flushing.flush(data_dir)
-    prepare_database_file(data_dir)
-    return Copied(len(directories), num_bytes)
+    return num_bytes
+
+
+@contextmanager
+def _whole_or_not_at_all(folder: Path, made: Sequence[Path]) -> Generator[None]:
+    """UserError for what the disk refuses; what was made till then goes whatever is refused, so
+    that it can be done again."""
+    try:
+        yield
+    except Exception as error:
+        for path in made:
+            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                path.unlink()
+        if not isinstance(error, OSError):
+            raise
+        reason: object = error
+        if isinstance(error, shutil.Error):  # one row for each file: (source, target, reason)
+            reason = error.args[0][0][2]
+        raise UserError(f"{folder} cannot be made, and nothing is left of it: {reason}") from error
 
 
 def _copy_checkpoint(data_dir: Path, target: Path, directory: str) -> bool:
-    """False where it was deleted meanwhile. Raises UserError for files that are not as they were
-    sealed: a backup of those would be found out when it is too late."""
+    """False where it was deleted meanwhile. Raises OSError, and UserError for files that are not as
+    they were sealed: a backup of those would be found out when it is too late."""
     try:
         shutil.copytree(data_dir / directory, target / directory)
         checkpoint_files.verify(target / directory)
     except (OSError, ServerFault) as error:
         if (data_dir / directory).exists():
+            if isinstance(error, OSError):
+                raise
             raise UserError(
                 f"{data_dir / directory}: {error}. Delete this checkpoint, then back up"
             ) from error
@@ -133,6 +171,7 @@ def _copy_with_runs(data_dir: Path, target: Path) -> list[str]:
     for _ in range(MAX_MOMENTS):
         (target / DATABASE_NAME).unlink(missing_ok=True)
         directories = copy_database(data_dir, target)
+        require_sound(target, data_dir)
         needed = folders_of_runs(target, checkpoint_files.RECOVERY_FOLDER)
         if all(_copy_folder(data_dir, target, directory) for directory in needed):
             _remove_other_folders(target, needed)
