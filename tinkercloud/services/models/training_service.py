@@ -44,6 +44,7 @@ from tinkercloud.services.recovery.training_outcomes import (
     adam_params,
     computed_by_pass,
     computed_by_step,
+    with_all_params,
 )
 from tinkercloud.storage.futures import Outcome, Ticket, completed_json, completed_protobuf, failed
 from tinkercloud.storage.metadata import Model
@@ -152,9 +153,10 @@ class TrainingService:
 
     async def optim_step(self, user: str, body: OptimStepRequest) -> UntypedAPIFuture:
         model = await self._models.require(user, body.model_id)
-        work = self._stepping(model, body)
+        resolved = with_all_params(body)
+        work = self._stepping(model, resolved)
         return await self._models.submit(
-            model, OPTIM_STEP, body.seq_id, work, Submitted.of(as_json(body))
+            model, OPTIM_STEP, body.seq_id, work, Submitted.of(as_json(resolved), as_json(body))
         )
 
     def _stepping(self, model: Model, body: OptimStepRequest) -> Work:

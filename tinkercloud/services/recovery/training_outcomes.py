@@ -54,6 +54,16 @@ def _encoded(batch: TrainBatch, output: TrainOutput) -> bytes:
     return encode_train_output(TrainOutput(output.outputs, {**output.metrics, **metrics}))
 
 
+def with_all_params(body: OptimStepRequest) -> OptimStepRequest:
+    """The same step, whatever is the default of what its client left out when it is done again.
+    What is to be refused in its turn stays as it is."""
+    try:
+        params = JsonAdamParams(**asdict(adam_params(body)))
+    except InvalidRequest:
+        return body
+    return body.model_copy(update={"adam_params": params, "optimizer_params": None})
+
+
 def adam_params(body: OptimStepRequest) -> AdamParams:
     """`optimizer_params` replaces `adam_params` (wire specification, section 8). Raises
     InvalidRequest."""
