@@ -1,4 +1,4 @@
-"""What a client leaves out is on record as it was taken: a later version may have other defaults."""
+"""What a client leaves out is on record as it was taken: later versions may have other defaults."""
 
 from pathlib import Path
 from typing import Any
