@@ -1,10 +1,12 @@
 """Sampling for one model and training for another share the device: neither starves."""
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.embedded.process.worker_driver import Driver
 from tests.embedded.tiny import ask, random_prompt, supervised
@@ -19,8 +21,11 @@ from tinkercloud.embedded.process.protocol import (
     Request,
     Sample,
     SaveModel,
+    WriteState,
 )
 from tinkercloud.embedded.sampling.step_length import StepLength
+from tinkercloud.embedded.training.state_files import StateCopy
+from tinkercloud.embedded.training.trainable_model import TrainableModel
 
 
 @pytest.fixture
@@ -113,6 +118,30 @@ def test_steps_of_sampling_are_short_after_training_of_somebody_else(
     driver.call(ForwardBackward("m", batch(8, "bob")))
     assert steps_for("ada") == {True}
     assert steps_for("bob") == {False}, "nobody else waits for these"
+
+
+def test_a_copy_is_free_before_anybody_knows_that_it_is_written(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who then deletes the model can have all of its memory."""
+    driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
+    copied: list[weakref.ref[torch.Tensor]] = []
+    copy_of = StateCopy.of
+
+    def seen(model: TrainableModel) -> StateCopy:
+        copy = copy_of(model)
+        copied.extend(weakref.ref(each) for each in (copy.contents.moments or {}).values())
+        return copy
+
+    monkeypatch.setattr(StateCopy, "of", seen)
+    copy = driver.call(CopyState("m"))
+    assert all(each() is not None for each in copied)
+    assert copied
+    still_held: list[int] = []
+    driver.whenever = lambda _: still_held.append(sum(each() is not None for each in copied))
+    (tmp_path / "written").mkdir()
+    driver.call(WriteState(copy, tmp_path / "written"))
+    assert still_held == [0]
 
 
 LONG_WORK: dict[str, Request[object]] = {

@@ -1,5 +1,7 @@
 """The trainer against transformers, PEFT and torch.optim, on a tiny random Llama."""
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from tests.embedded.tiny import (
     train,
 )
 from tinkercloud.core.types import AdamParams, Datum, FromBase, FromCheckpoint, FromModel, LoraSpec
+from tinkercloud.embedded.model import freed_memory
 from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.training import head as train_head
@@ -47,6 +50,37 @@ def summed_loss(model: torch.nn.Module, data: list[Datum]) -> torch.Tensor:
         chosen = logprobs.gather(-1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
         total = total - (chosen * torch.from_numpy(datum.inputs["weights"])).double().sum()
     return total
+
+
+@pytest.mark.parametrize("rank", [4, 0], ids=["adapter", "all weights"])
+@pytest.mark.parametrize("how", ["trained", "read back"])
+def test_a_deleted_models_memory_is_free_at_once(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, how: str
+) -> None:
+    """Without the garbage collector, which may not run for hours in an idle engine."""
+    store.create_model("m", "tiny", LoraSpec(rank=rank, seed=3))
+    train(store, "m", DATA)
+    store.optim_step("m", STEP)
+    store.release(store.publish(FromModel("m")))
+    if how == "read back":
+        store.state_writing(store.copy_state("m"), tmp_path)()
+        store.restore_state("m", "tiny", tmp_path)
+    model = store.model("m")
+    held = [
+        weakref.ref(each) for each in (*model.params.values(), *model.optimizer.state().values())
+    ]
+    del model
+    still_held: list[list[object]] = []
+    monkeypatch.setattr(
+        *(freed_memory, "give_back"),
+        lambda: still_held.append([each for each in held if each() is not None]),
+    )
+    gc.disable()
+    try:
+        store.delete_model("m")
+        assert still_held == [[]], "all of it goes back to the system"
+    finally:
+        gc.enable()
 
 
 def assert_same_gradients(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from tinkercloud.core.types import (
     StateCost,
     WeightsSource,
 )
+from tinkercloud.embedded.model import freed_memory
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.huge_pages import in_huge_pages
 from tinkercloud.embedded.model.version import Version
@@ -99,13 +100,14 @@ class ModelStore:
         base = self.base(base_model)
         self._require_room(model_id, read_state(directory).lora, base)
         model = checkpoints.load(model_id, base, directory, with_optimizer=with_optimizer)
-        model.between = self._between
+        model.yield_to(self._between)
         self._models[model_id] = model
         return model.spec
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
         self._copies.drop(model_id)
+        freed_memory.give_back()
 
     def save_model(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
         checkpoints.save(self.model(model_id), directory, with_optimizer=with_optimizer)
@@ -149,7 +151,7 @@ class ModelStore:
         base = self.base(base_model)
         self._require_room(model_id, state_files.spec_of(directory), base)
         model = state_files.restore(model_id, base, directory)
-        model.between = self._between
+        model.yield_to(self._between)
         self._models[model_id] = model
 
     # ---- versions

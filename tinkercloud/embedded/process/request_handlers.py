@@ -178,9 +178,11 @@ class RequestHandlers:
 def _answered(work: Callable[[], R], reply: Reply[R]) -> Callable[[], None]:
     """The work and then its reply, for another thread to call."""
 
+    works = [work]
+
     def run() -> None:
         try:
-            outcome = work()
+            outcome = works.pop()()  # what it holds is free before anybody knows that it is done
         except Exception as error:  # noqa: BLE001 - the caller gets it
             reply(error)
         else:

@@ -43,11 +43,12 @@ class _Bounds:
 
 
 class AdamW:
-    """Moments for a fixed list of named parameters. Owns no gradient."""
+    """Moments for a fixed list of named parameters. Owns no gradient. between: is called
+    between the parts of long work."""
 
     def __init__(self, params: dict[str, Tensor], between: Between = nothing):
         self.params = params
-        self._between = between
+        self.between = between
         self.num_steps = 0
         self._bounds: _Bounds | None = None
         self.exp_avg = _zeros(params, between)
@@ -59,7 +60,7 @@ class AdamW:
 
         Raises GradientNotFinite and WeightsNotFinite, changing nothing.
         """
-        norm = _global_norm(grads, self._between)
+        norm = _global_norm(grads, self.between)
         if not math.isfinite(norm):
             raise GradientNotFinite
         scale = min(1.0, hyper.grad_clip_norm / (norm + 1e-6)) if hyper.grad_clip_norm > 0 else 1.0
@@ -79,13 +80,13 @@ class AdamW:
             if bounds.are_finite:
                 return bounds
         tensors = self.params, self.exp_avg, self.exp_avg_sq
-        largest = (_largest(each, self._between) for each in tensors)
+        largest = (_largest(each, self.between) for each in tensors)
         return _Bounds(*largest).after(norm, self.num_steps + 1, hyper)
 
     def _checked_step(self, grads: dict[str, Tensor], scale: float, hyper: AdamParams) -> None:
         """A step that may leave the range of float32: undone, bit for bit, where it does."""
         tensors = [*self.params.values(), *self.exp_avg.values(), *self.exp_avg_sq.values()]
-        before = [tensor.clone() for tensor in in_parts(tensors, self._between)]
+        before = [tensor.clone() for tensor in in_parts(tensors, self.between)]
         fault: str | None
         try:
             self._step(grads, scale, hyper)
@@ -102,7 +103,7 @@ class AdamW:
     def _fault(self) -> str | None:
         kinds = ("weight", self.params), ("first moment", self.exp_avg)
         for kind, tensors in (*kinds, ("second moment", self.exp_avg_sq)):
-            for name, tensor in in_parts(tensors.items(), self._between):
+            for name, tensor in in_parts(tensors.items(), self.between):
                 num_bad = tensor.numel() - int(torch.isfinite(tensor).sum())
                 if num_bad:
                     return f"{num_bad} of {tensor.numel()} numbers of the {kind} of {name}"
@@ -110,7 +111,7 @@ class AdamW:
 
     def _step(self, grads: dict[str, Tensor], scale: float, hyper: AdamParams) -> None:
         self.num_steps += 1
-        for name, param in in_parts(self.params.items(), self._between):
+        for name, param in in_parts(self.params.items(), self.between):
             self._update(name, param, grads.get(name), scale, hyper)
 
     def _update(

@@ -53,9 +53,12 @@ class TrainableModel:
                 self.params[f"{name}.lora_B"] = b
         for param in self.params.values():
             param.requires_grad_(True)
-        self.optimizer = AdamW(
-            {n: p.detach() for n, p in self.params.items()}, lambda: self.between()
-        )
+        # It has no way back to the model: memory in a cycle is freed by the garbage collector,
+        # which hardly ever runs in a process that rests.
+        self.optimizer = AdamW({n: p.detach() for n, p in self.params.items()}, self.between)
+
+    def yield_to(self, between: Between) -> None:
+        self.between = self.optimizer.between = between
 
     @property
     def scale(self) -> float:
