@@ -42,7 +42,7 @@ NAMED_FAILURES = (
     r"this sample was cancelled by its client",
     r"was underway each of 3 times",
     r"weights version 'fake-version",  # the engine ended at each of the attempts at a sample
-    r"the engine process ended each of the 3 times",
+    r"the engine process ended each of the 3 times",  # also of a model's return
     r"^model .* does not exist",
 )
 _SAMPLED = (

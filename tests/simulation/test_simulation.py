@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.simulation.coverage import beyond, name_of, named, places_on_disk
 from tests.simulation.flushes import all_flushes
 from tests.simulation.run import run_schedule
 from tests.simulation.schedule import generate
+from tinkercloud.services.recovery.returns import CannotComeBack, Return
 
 FAST_S, SLOW_S = 90.0, 1200.0
 NUM_FAST = 360
@@ -34,6 +36,27 @@ def test_schedules_end_as_if_nothing_had_happened() -> None:
 @pytest.mark.slow
 def test_many_schedules_end_as_if_nothing_had_happened() -> None:
     run_for(SLOW_S, FIRST_SLOW_SEED, 10**6)
+
+
+def test_returns_that_are_given_up_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models, where half of what the engine is asked for ends it or takes long."""
+    given_up: list[str] = []
+    plain = Return.engine_ended
+
+    def engine_ended(self: Return) -> None:
+        try:
+            plain(self)
+        except CannotComeBack:
+            given_up.append(self.model_id)
+            raise
+
+    monkeypatch.setattr(Return, "engine_ended", engine_ended)
+    for seed in range(7, 40):
+        outcome = run_schedule(replace(generate(seed), engine_rate=0.5))
+        assert not outcome.failures, f"seed {seed}: {outcome.failures[:5]}"
+        if given_up:
+            return
+    pytest.fail("none is given up")
 
 
 def test_a_seed_gives_the_same_run_again() -> None:

@@ -30,6 +30,7 @@ from tests.simulation.patches import simulated
 from tests.simulation.schedule import USERS, Command, Crash, CrashKind, Schedule
 from tests.simulation.server import Server
 from tests.simulation.wires import GmiWire, SdkWire
+from tinkercloud.services.recovery.returns import GIVEN_UP_S, CannotComeBack
 
 MAX_STEPS = 400_000
 REST_S = 900.0  # of virtual time, for everything to come to rest without faults
@@ -195,7 +196,11 @@ class World:
         for model_id, user in self.history.models.items():
             model = await services.models.find(user, model_id)
             if model is not None:
-                await services.recovery.ensure(services.tasks.lanes, user, model_id)
+                try:
+                    await services.recovery.ensure(services.tasks.lanes, user, model_id)
+                except CannotComeBack:  # it was given up, for that long
+                    await asyncio.sleep(GIVEN_UP_S)
+                    await services.recovery.ensure(services.tasks.lanes, user, model_id)
 
     async def _sample_what_was_published(self) -> None:
         """Of two samplers of models' weights, wherever these are kept. Results are in the history,
