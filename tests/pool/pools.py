@@ -56,17 +56,23 @@ class Pool:
         return state
 
     def worker_pid(self, name: str, program: str) -> int:
-        """Of the process of a worker's that runs this program."""
+        """Of the process of a worker's that runs this program. On a busy machine a worker may have
+        been taken for dead, and is just being started again."""
+        found = wait_for(f"{program} of {name} runs", lambda: self._worker_pid(name, program))
+        assert found is not None
+        return found
+
+    def _worker_pid(self, name: str, program: str) -> int | None:
+        port = next(w["port"] for w in self._workers() if w["name"] == name)
+        wanted = {"worker": f"127.0.0.1:{port}", "rpc": str(port + 1)}[program]
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            port = next(w["port"] for w in self._workers() if w["name"] == name)
-            wanted = {"worker": f"127.0.0.1:{port}", "rpc": str(port + 1)}[program]
             if wanted in words and (program == "rpc") == ("-p" in words):
                 return int(entry.name)
-        raise AssertionError(f"no {program} of {name} runs")
+        return None
 
     def _workers(self) -> list[dict[str, Any]]:
         return yaml.safe_load(self.file.read_text())["workers"]
