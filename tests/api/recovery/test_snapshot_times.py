@@ -1,5 +1,6 @@
 """How often a model's snapshots are taken: by what one of them cost."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.api.recovery.test_recovery import train
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import StateCost
+from tinkercloud.errors import StateCopyLost
 from tinkercloud.services.recovery.snapshots import FIRST_COST_S, SHARE
 
 
@@ -34,6 +36,40 @@ async def computing_until_one(api: Api, model_id: str, position: int) -> int:
         if snapshots.stats()["snapshots"] > before:
             return num_seconds
     raise AssertionError
+
+
+class Lost(FakeBackend):
+    """Copies are gone before they are written, which takes write_s."""
+
+    def __init__(self, write_s: float) -> None:
+        super().__init__(Config(backend="fake"))
+        self._write_s = write_s
+        self.num_copies = 0
+
+    async def copy_state(self, model_id: str) -> int:
+        self.num_copies += 1
+        return await super().copy_state(model_id)
+
+    async def write_state(self, copy: int, directory: Path) -> StateCost:
+        await asyncio.sleep(self._write_s)
+        raise StateCopyLost(copy)
+
+
+async def test_a_snapshot_that_was_given_up_is_tried_as_seldom_as_one_that_was_taken(
+    tmp_path: Path,
+) -> None:
+    """As where the memory has no room for copies, and each operation ends the one underway."""
+    backend = Lost(write_s=0.3)
+    async with serving(tmp_path, backend=backend) as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1, steps=1)
+        before, num_seconds = backend.num_copies, 100
+        for second in range(num_seconds):
+            await api.services.snapshots.ended(("ann", model_id), number + second, 1.0)
+            await api.services.snapshots.settled()
+        # One that costs 0.3 s is due after 10 s, and after 10 s again where it failed.
+        assert api.services.snapshots.stats()["replay_debt_seconds"] >= num_seconds
+        assert 1 <= backend.num_copies - before <= num_seconds * SHARE / 0.3 + 1
 
 
 @pytest.mark.parametrize("copy_s", [0.6, 6.0])

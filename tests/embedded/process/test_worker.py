@@ -12,6 +12,7 @@ from tests.embedded.process.worker_driver import Driver
 from tests.embedded.tiny import ask, random_prompt, supervised
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
 from tinkercloud.embedded.process import worker
+from tinkercloud.embedded.process.memory_budget import MemoryBudget
 from tinkercloud.embedded.process.protocol import (
     CopyState,
     CreateModel,
@@ -142,6 +143,19 @@ def test_a_copy_is_free_before_anybody_knows_that_it_is_written(
     (tmp_path / "written").mkdir()
     driver.call(WriteState(copy, tmp_path / "written"))
     assert still_held == [0]
+
+
+def test_a_pass_ends_what_shares_its_models_tensors(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
+    monkeypatch.setattr(MemoryBudget, "has_room", lambda *_: False)
+    copy = driver.call(CopyState("m"))
+    driver.call(ForwardBackward("m", batch(8)))
+    (tmp_path / "written").mkdir()
+    refused = driver.result(driver.send(WriteState(copy, tmp_path / "written")))
+    assert refused.error is not None
+    assert refused.error[0] == "StateCopyLost"
 
 
 LONG_WORK: dict[str, Request[object]] = {

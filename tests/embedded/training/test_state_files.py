@@ -17,7 +17,9 @@ from tests.embedded.tiny import (
     write_tiny_model,
 )
 from tinkercloud.core.types import AdamParams, FromBase, FromCheckpoint, FromModel, LoraSpec
+from tinkercloud.embedded.process import memory_budget
 from tinkercloud.embedded.process.model_store import ModelStore
+from tinkercloud.embedded.training import state_files
 from tinkercloud.embedded.training.state_files import GRADIENT_FILE, RECOVERY_FILE
 from tinkercloud.errors import StateCopyLost, StateDamaged, VersionLost
 from tinkercloud.weights.checkpoints import OPTIMIZER_FILE, STATE_FILE
@@ -131,6 +133,46 @@ def test_each_copy_is_written_once_and_replaced_by_the_next(
     store.delete_model("m")
     with pytest.raises(StateCopyLost):
         store.state_writing(third, tmp_path)
+
+
+def without_room(store: TinyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a copy of the model that it has."""
+    needed = memory_budget.state_bytes(store.model("m"))
+    promised = memory_budget.promised_bytes(store.model("m"))
+    free = [memory_budget.RESERVE_BYTES + promised + needed]
+    store._budget = memory_budget.MemoryBudget(lambda: free[0])
+    assert store._budget.has_room(needed, promised)
+    free[0] -= 1
+    monkeypatch.setattr(state_files, "_copied", lambda *_: pytest.fail("there is no room"))
+
+
+@pytest.mark.parametrize("rank", [4, 0], ids=["LoRA", "full"])
+def test_without_memory_for_a_copy_the_models_own_tensors_are_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    store = open_store(folder)
+    begin(store, rank)
+    without_room(store, monkeypatch)
+    state = written(store, tmp_path / "state")
+    expected = go_on(store)
+    again = open_store(folder)
+    again.restore_state("m", "tiny", state)
+    assert go_on(again) == expected
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["not begun", "underway"])
+def test_what_shares_the_models_tensors_is_no_copy_after_its_next_operation(
+    store: TinyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    begin(store, 4)
+    without_room(store, monkeypatch)
+    copy = store.copy_state("m")
+    writing = store.state_writing(copy, tmp_path) if begun else None
+    store.optim_step("m", STEP)
+    with pytest.raises(StateCopyLost):
+        (writing or store.state_writing(copy, tmp_path))()
+    (tmp_path / "next").mkdir()
+    assert store.state_writing(store.copy_state("m"), tmp_path / "next")()
 
 
 def cut(path: Path) -> None:

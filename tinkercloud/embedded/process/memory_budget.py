@@ -23,12 +23,17 @@ class MemoryBudget:
 
     def require(self, what: str, needed: int, promised: int = 0) -> None:
         """promised: what was accepted earlier and is not allocated yet. Raises MemoryShort."""
-        free = self._free_bytes()
-        if free is None:
-            return
-        left = max(0, free - promised - RESERVE_BYTES)
-        if needed > left:
+        left = self._left(promised)
+        if left is not None and needed > left:
             raise MemoryShort(what, needed, left)
+
+    def has_room(self, needed: int, promised: int) -> bool:
+        left = self._left(promised)
+        return left is None or needed <= left
+
+    def _left(self, promised: int) -> int | None:
+        free = self._free_bytes()
+        return None if free is None else max(0, free - promised - RESERVE_BYTES)
 
 
 def num_trained(spec: LoraSpec, base: BaseModel) -> int:
@@ -52,6 +57,12 @@ def promised_bytes(model: TrainableModel) -> int:
     num = sum(param.numel() for param in model.params.values())
     copies = (not model.grads) + 2 * (model.optimizer.num_steps == 0)
     return num * FLOAT32_BYTES * copies
+
+
+def state_bytes(model: TrainableModel) -> int:
+    """Of a copy of all that training has made of a model."""
+    states = (model.params, model.optimizer.state(), model.grads)
+    return sum(tensor.nbytes for tensors in states for tensor in tensors.values())
 
 
 def pass_bytes(model: TrainableModel, batch: MicroBatch) -> int:

@@ -113,7 +113,12 @@ class ModelStore:
         checkpoints.save(self.model(model_id), directory, with_optimizer=with_optimizer)
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        self.changes(model_id)
         return self.model(model_id).optim_step(params)
+
+    def changes(self, model_id: str) -> None:
+        """An operation that changes the model, or its gradient, is about to begin."""
+        self._copies.changes(model_id)
 
     def model(self, model_id: str) -> TrainableModel:
         try:
@@ -141,7 +146,12 @@ class ModelStore:
     # ---- states
 
     def copy_state(self, model_id: str) -> int:
-        return self._copies.copy(self.model(model_id))
+        """Where there is no memory for it, a copy that lasts until the model's next operation."""
+        model = self.model(model_id)
+        promised = sum(memory_budget.promised_bytes(each) for each in self._models.values())
+        fits = self._budget.has_room(memory_budget.state_bytes(model), promised)
+        is_here = model.base.device.type == "cpu"
+        return self._copies.copy(model, shares=is_here and not fits)
 
     def state_writing(self, copy: int, directory: Path) -> Callable[[], StateCost]:
         """What writes the copy, for another thread to call."""

@@ -117,6 +117,7 @@ class RequestHandlers:
 
     def forward_backward(self, request: ForwardBackward, reply: Reply[TrainOutput]) -> None:
         model = self._models.model(request.model_id)
+        self._models.changes(request.model_id)
         self._training.add(reply.call_id, model, request.batch)
 
     def optim_step(self, request: OptimStep) -> dict[str, float]:

@@ -15,11 +15,19 @@ from tinkercloud.embedded.training.trainable_model import TrainableModel
 from tinkercloud.errors import StateCopyLost
 
 
+@dataclass(slots=True)
+class _Validity:
+    """Of a copy that shares the tensors of its model."""
+
+    is_lost: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class _Unwritten:
     model_id: str
     copy: StateCopy = field(repr=False)
     copy_s: float
+    validity: _Validity = field(default_factory=_Validity)
 
 
 class StateCopies:
@@ -28,15 +36,27 @@ class StateCopies:
 
     def __init__(self) -> None:
         self._unwritten: dict[int, _Unwritten] = {}
+        self._shared: dict[str, _Validity] = {}  # by model
 
-    def copy(self, model: TrainableModel) -> int:
-        """Numbers are never used twice, not even by another engine process."""
+    def copy(self, model: TrainableModel, *, shares: bool = False) -> int:
+        """Numbers are never used twice, not even by another engine process. shares: the model's own
+        tensors, since there is no memory for others; the model's next operation ends this copy."""
         self.drop(model.id)
         began = time.monotonic()
-        copy = StateCopy.of(model)
+        copy = StateCopy.sharing(model) if shares else StateCopy.of(model)
         number = secrets.randbits(62)
-        self._unwritten[number] = _Unwritten(model.id, copy, time.monotonic() - began)
+        unwritten = _Unwritten(model.id, copy, time.monotonic() - began)
+        self._unwritten[number] = unwritten
+        if shares:
+            self._shared[model.id] = unwritten.validity
         return number
+
+    def changes(self, model_id: str) -> None:
+        """The model is about to."""
+        shared = self._shared.pop(model_id, None)
+        if shared is not None:
+            shared.is_lost = True
+            self.drop(model_id)
 
     def drop(self, model_id: str) -> None:
         """Its copy that is not being written; models without one are ignored."""
@@ -52,6 +72,8 @@ class StateCopies:
         def write() -> StateCost:
             began = time.monotonic()
             num_bytes = state_files.write(taken.copy, directory)
+            if taken.validity.is_lost:
+                raise StateCopyLost(number)
             return StateCost(num_bytes, taken.copy_s, time.monotonic() - began)
 
         return write

@@ -40,6 +40,11 @@ class StateCopy:
     gradient: dict[str, Tensor]
 
     @classmethod
+    def sharing(cls, model: TrainableModel) -> "StateCopy":
+        """The model's own tensors: this is a copy until its next operation."""
+        return cls(Contents.of(model, with_optimizer=True), dict(model.grads))
+
+    @classmethod
     def of(cls, model: TrainableModel) -> "StateCopy":
         """In the host's memory."""
         contents = Contents.of(model, with_optimizer=True)

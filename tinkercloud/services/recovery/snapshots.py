@@ -28,16 +28,18 @@ Key = tuple[str, str]  # user, model
 
 @dataclass(slots=True)
 class _State:
-    """Of a model. debt_s: computing since the last snapshot. cost_s: of that one, copying and
-    writing. writing: the one that is being made."""
+    """Of a model. debt_s: computing since the last snapshot; tried_s: until the last attempt since,
+    which failed. cost_s: of the last one, copying and writing. writing: the one that is being
+    made."""
 
     debt_s: float = 0.0
+    tried_s: float = 0.0
     cost_s: float = FIRST_COST_S
     writing: asyncio.Task[None] | None = None
 
     @property
     def is_due(self) -> bool:
-        return self.writing is None and self.debt_s * SHARE >= self.cost_s
+        return self.writing is None and (self.debt_s - self.tried_s) * SHARE >= self.cost_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,19 +153,22 @@ class Snapshots:
             self._num_underway -= 1
             logger.warning("no snapshot of %s: %s", key[1], error)
             return
-        debt_s, state.debt_s = state.debt_s, 0.0
+        debt_s, state.debt_s, state.tried_s = state.debt_s, 0.0, 0.0
         copied = _Copied(began, position, copy, self._versions.of_model(key))
         state.writing = asyncio.create_task(
             self._write_or_give_up(key, copied, debt_s), name=f"snapshot {key[1]}"
         )
 
     async def _write_or_give_up(self, key: Key, copied: _Copied, debt_s: float) -> None:
-        state = self._state(key)
+        state, began = self._state(key), time.monotonic()
         try:
             await self._write(key, copied)
         except (EngineDied, StateCopyLost, StorageFailed, VersionLost, OSError) as error:
             logger.warning("the snapshot of %s was given up: %s", key[1], error)
             state.debt_s += debt_s
+            # Another attempt may cost as much again: not with each operation.
+            state.tried_s = debt_s
+            state.cost_s = max(state.cost_s, time.monotonic() - began)
         finally:
             state.writing = None
             self._num_underway -= 1
