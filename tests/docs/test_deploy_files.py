@@ -251,6 +251,13 @@ def test_the_images_instructions_are_dockers():
     assert text.count("USER tinkercloud") == len(stages), "neither runs as root"
 
 
+def test_an_image_is_healthy_where_its_server_is_ready():
+    text = DOCKERFILE.read_text().replace("\\\n", " ")
+    checks = re.findall(r"^HEALTHCHECK .*$", text, re.M)
+    assert len(checks) == text.count("USER tinkercloud")
+    assert all("'/readyz'" in check for check in checks)
+
+
 def test_the_images_extras_exist():
     import tomllib
 

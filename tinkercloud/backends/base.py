@@ -126,7 +126,8 @@ class Backend(ABC):
     async def copy_state(self, model_id: str) -> int:
         """Copy all that training has made of a model (weights, moments, number of steps,
         accumulated gradient), as it is after the operations so far. The number is for
-        `write_state`, once; a newer copy of the model replaces one that is not written."""
+        `write_state`, once; a newer copy of the model replaces one that is not written, and where
+        there is no memory for a copy it lasts until the model's next operation."""
         raise RecoveryNotOffered
 
     async def write_state(self, copy: int, directory: Path) -> StateCost:

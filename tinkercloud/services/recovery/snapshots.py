@@ -1,7 +1,8 @@
 """Snapshots: the whole state of a model in training, written aside while it trains on.
 
 The state is copied between two operations, which waits for the copy alone; the files are written
-meanwhile. How often: when as much has been computed since the last one as costs of a snapshot are
+meanwhile. Without memory for a copy the next operation ends it, and only a model that rests has its
+snapshot. How often: when as much has been computed since the last one as costs of a snapshot are
 `SHARE` of. So a crash costs as much computing again at most, and training pays that share.
 """
 
