@@ -11,9 +11,10 @@ from tinkercloud.embedded.fairness.recent_users import SLICE_S
 from tinkercloud.embedded.sampling.sequences import Sequence
 from tinkercloud.embedded.sampling.victims import without_paused
 
-FIXED_PARTS = 2.0
-"""A step is not made shorter than so many times its fixed part: to read the weights more often for
-the same rows would cost more than whoever waits gains."""
+FIXED_PARTS = 3.0
+"""A step is not made shorter than so many times its fixed part, so that two thirds of its time are
+its rows': to read the weights more often for the same rows would cost more than whoever waits
+gains."""
 MEMORY = 0.95  # of a time, from one step to the next
 DOUBT = 0.02
 """How far the rows of steps have to differ, as a variance by the square of their mean, to tell what
