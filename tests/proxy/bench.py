@@ -59,7 +59,10 @@ class Bench:
     def app(self, key: str | None = None, **changes: Any) -> FastAPI:
         options = self.options(**changes)
         transport = httpx.MockTransport(self.route)
-        return create_proxy_app(lambda: opened(options, self.said.append, lambda: transport), key)
+        # The clock stands still: costs are not known, and every draft is verified.
+        return create_proxy_app(
+            lambda: opened(options, self.said.append, lambda: transport, lambda: 0.0), key
+        )
 
     @asynccontextmanager
     async def proxy(

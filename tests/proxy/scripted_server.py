@@ -1,10 +1,11 @@
 """Servers of each kind in this process, on a scripted model whose log-probabilities are a function
 of all tokens before."""
 
+import asyncio
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,7 +129,40 @@ class ScriptedServer:
         path, body = request.url.path, json.loads(request.content)
         self.requests.append((path, body))
         answer = {"/generate": self.generate, "/oai/api/v1/verify": self.verify}
-        return httpx.Response(200, json=answer.get(path, self.completion)(body))
+        whole = answer.get(path, self.completion)(body)
+        if body.get("stream") and (path == "/generate" or body.get("return_token_ids")):
+            return httpx.Response(200, content=self.streamed(self.events(whole)))
+        return httpx.Response(200, json=whole)
+
+    async def streamed(self, events: Sequence[Json]) -> AsyncIterator[bytes]:
+        for event in events:
+            await asyncio.sleep(0)
+            yield f"data: {json.dumps(event)}\n\n".encode()
+        yield b"data: [DONE]\n\n"
+
+    def events(self, whole: Json) -> list[Json]:
+        """As each kind has them: SGLang repeats what came before, ours ends with an event without a
+        token."""
+        if self.kind == "sglang":
+            tokens, reason = whole["output_ids"], whole["meta_info"]["finish_reason"]
+            reasons = [None] * (len(tokens) - 1) + [reason]
+            metas = [
+                {"completion_tokens": num, "finish_reason": reason}
+                for num, reason in enumerate(reasons, 1)
+            ]
+            return [
+                {"output_ids": tokens[: meta["completion_tokens"]], "meta_info": meta}
+                for meta in metas
+            ]
+        choice = whole["choices"][0]
+        events: list[Json] = [
+            {"choices": [{"token_ids": [token], "finish_reason": None}]}
+            for token in choice["token_ids"]
+        ]
+        if self.kind == "tinkercloud":
+            events.append({"choices": [{}]})
+        events[-1]["choices"][0]["finish_reason"] = choice["finish_reason"]
+        return [*events, {"choices": [], "usage": whole["usage"]}]
 
     def listed(self) -> Json:
         owners = {"fake": "somebody"}

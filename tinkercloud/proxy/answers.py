@@ -1,5 +1,6 @@
 """Parts of upstreams' answers, which are input from outside: what does not fit is refused."""
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,21 @@ def json_object(value: object, what: str) -> Json:
     if not isinstance(value, Mapping):
         raise UpstreamAnswerInvalid(f"{what} is not an object")
     return value
+
+
+def event_json(event: bytes) -> Json | None:
+    """The body of a server-sent event; None: it has none, or is the last."""
+    lines = [line for line in event.splitlines() if line.startswith(b"data:")]
+    data = b"\n".join(line.removeprefix(b"data:").strip() for line in lines)
+    if not data or data == b"[DONE]":
+        return None
+    try:
+        body = json_object(json.loads(data), "an event")
+    except (ValueError, RecursionError):
+        raise UpstreamAnswerInvalid("an event is no JSON") from None
+    if "error" in body:
+        raise UpstreamAnswerInvalid(f"the stream ended with {str(body['error'])[:200]}")
+    return body
 
 
 def json_list(answer: Json, name: str) -> list[Any]:

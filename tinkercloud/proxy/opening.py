@@ -1,6 +1,7 @@
 """A proxy from its options: its connections, and what its servers turn out to be."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from tinkercloud.chat.text_model import TextModel
 from tinkercloud.core.types import ServedModel
 from tinkercloud.errors import ConfigError, TinkercloudError
 from tinkercloud.proxy.discovery import (
+    PROBE,
     FoundDrafter,
     Listed,
     drafts_itself,
@@ -21,7 +23,7 @@ from tinkercloud.proxy.discovery import (
 from tinkercloud.proxy.drafters import DraftPool, DraftSource, Together
 from tinkercloud.proxy.eligibility import ServerDefaults
 from tinkercloud.proxy.service import ProxyLimits, ProxyService, Speculation
-from tinkercloud.proxy.speculation import Speculator
+from tinkercloud.proxy.speculation import Clock, Speculator
 from tinkercloud.proxy.target import Target
 from tinkercloud.proxy.upstream import PublicOnly, Upstream, UpstreamAddress
 
@@ -52,10 +54,13 @@ class ProxyOptions:
 
 @asynccontextmanager
 async def opened(
-    options: ProxyOptions, say: Say, transport: Transport | None = None
+    options: ProxyOptions,
+    say: Say,
+    transport: Transport | None = None,
+    clock: Clock = time.perf_counter,
 ) -> AsyncGenerator[ProxyService]:
-    """transport: in place of HTTP's own. Raises ConfigError where the target is not there or the
-    tokenizer cannot be read."""
+    """transport: in place of HTTP's own. clock: by which requests are timed, in seconds. Raises
+    ConfigError where the target is not there or the tokenizer cannot be read."""
     async with AsyncExitStack() as stack:
 
         async def client(key: str | None) -> httpx.AsyncClient:
@@ -70,7 +75,7 @@ async def opened(
         upstream.model = target.model
         to_drafts = await client(options.draft_key)
         drafts = [Upstream(address, to_drafts) for address in options.drafts]
-        speculation, reason = await _speculation(options, upstream, target, drafts)
+        speculation, reason = await _speculation(options, upstream, target, drafts, clock)
         if speculation is None:
             say(f"every request is passed on to {upstream.name}: {reason}")
         else:
@@ -95,7 +100,11 @@ def _client(transport: httpx.AsyncBaseTransport, key: str | None) -> httpx.Async
 
 
 async def _speculation(
-    options: ProxyOptions, upstream: Upstream, target: Listed, drafts: Sequence[Upstream]
+    options: ProxyOptions,
+    upstream: Upstream,
+    target: Listed,
+    drafts: Sequence[Upstream],
+    clock: Clock,
 ) -> tuple[Speculation | None, str]:
     """None with the reason. Raises ConfigError."""
     if target.kind is None:
@@ -123,7 +132,11 @@ async def _speculation(
         return None, reason
     sources = [*options.local, *(FoundDrafter(each, text.codec) for each in drafts)]
     pool = DraftPool(sources, options.together, options.draft_timeout_s)
-    speculator = Speculator(verifier, pool, options.most_drafted)
+    speculator = Speculator(verifier, pool, options.most_drafted, clock)
+    try:
+        await speculator.measure(tuple(text.codec.encode(PROBE, bos=True)))
+    except TinkercloudError as error:
+        return None, str(error)
     return Speculation(speculator, text, defaults), ""
 
 

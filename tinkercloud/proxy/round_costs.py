@@ -1,12 +1,14 @@
 """What requests to a target and its drafters take, as measured: seconds over tokens."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 DECAY = 0.95
 """Of what was measured before, with each request: other requests come and go beside it."""
 LARGEST_SURPRISE = 4.0
 """Times what was expected, beyond which a request was held up by something else."""
+TOKENS = 100
 
 
 @dataclass(slots=True)
@@ -50,11 +52,70 @@ class LineFit:
 
 
 @dataclass(slots=True)
-class RoundCosts:
-    """In seconds. plain: over tokens that the target samples itself. verified: over tokens that a
-    verification computes, with the prompt's where the target computes it anew. drafted: over
-    tokens that are asked of drafters."""
+class TokenTime:
+    """Of a token in a stream, the mean over about the last TOKENS of them."""
 
-    plain: LineFit = field(default_factory=LineFit)
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        if self._tokens:
+            seconds = min(seconds, LARGEST_SURPRISE * tokens * self.seconds)
+        decay = (1 - 1 / TOKENS) ** tokens
+        self._tokens = decay * self._tokens + tokens
+        self._seconds = decay * self._seconds + seconds
+
+    @property
+    def seconds(self) -> float:
+        """NaN where nothing was measured."""
+        return self._seconds / self._tokens if self._tokens else math.nan
+
+
+@dataclass(slots=True)
+class RoundCosts:
+    """Of an upstream, in seconds. token: that it streams. opened: until a stream's first tokens,
+    without their own time, over the prompt's tokens. verified: over tokens that a verification
+    computes, with the prompt's where the target computes it anew. drafted: over tokens that are
+    asked of drafters. unverified_s: streamed since the last verification."""
+
+    token: TokenTime = field(default_factory=TokenTime)
+    opened: LineFit = field(default_factory=LineFit)
     verified: LineFit = field(default_factory=LineFit)
     drafted: LineFit = field(default_factory=LineFit)
+    unverified_s: float = 0.0
+
+    @property
+    def are_known(self) -> bool:
+        """Those between which a draft is decided."""
+        return self.token.seconds > 0 and self.verified.weight > 0
+
+    def was_streamed(self, tokens: int, seconds: float, opened_at: int | None) -> None:
+        """opened_at: the length of the prompt, for the first tokens of a stream."""
+        self.unverified_s += seconds
+        if opened_at is None:
+            self.token.add(tokens, seconds)
+        elif self.token.seconds > 0:
+            self.opened.add(opened_at, max(0.0, seconds - tokens * self.token.seconds))
+
+    def was_verified(self, rows: int, seconds: float) -> None:
+        self.unverified_s = 0.0
+        self.verified.add(rows, seconds)
+
+
+class StreamTimer:
+    """Of one stream, from its request on. The time until `resume`, in which nobody waits for the
+    target, is left out; that of a draft is not, during which the target samples on."""
+
+    def __init__(self, costs: RoundCosts, clock: Callable[[], float], num_prompt: int):
+        self._costs = costs
+        self._clock = clock
+        self._opened_at: int | None = num_prompt
+        self._began = clock()
+
+    def add(self, tokens: int) -> None:
+        now = self._clock()
+        self._costs.was_streamed(tokens, now - self._began, self._opened_at)
+        self._began, self._opened_at = now, None
+
+    def resume(self) -> None:
+        self._began = self._clock()

@@ -30,11 +30,13 @@ TOP = 2
 
 @dataclass(frozen=True, slots=True)
 class SampleForm:
-    """path: below the upstream's OpenAI base URL, or, with a slash, below its root."""
+    """path: below the upstream's OpenAI base URL, or, with a slash, below its root. read_event: the
+    new tokens of an event of a stream, after so many that came before; maybe none."""
 
     path: str
     request: Callable[[RoundRequest], dict[str, Any]]
     read: Callable[[RoundRequest, Json], Sampled]
+    read_event: Callable[[RoundRequest, Json, int], Sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,18 @@ def _chosen_tokens(request: RoundRequest, answer: Json) -> Sampled:
     return Sampled(tokens, choice.get("finish_reason") == "stop")
 
 
+def _chosen_event(request: RoundRequest, event: Json, num_before: int) -> Sampled:
+    """Of vLLM's streams and ours; the last event may have usage alone."""
+    if not json_list(event, "choices"):
+        return Sampled((), has_ended=False)
+    choice = _choice(event)
+    tokens = choice.get("token_ids")
+    has_ended = choice.get("finish_reason") == "stop"
+    if not tokens:
+        return Sampled((), has_ended)
+    return Sampled(token_ids(choice, "token_ids", request.num_tokens - num_before), has_ended)
+
+
 def _vllm_scores(request: RoundRequest, answer: Json) -> Scores:
     rows = json_list(_choice(answer), "prompt_logprobs")
     if len(rows) != len(request.tokens):
@@ -164,6 +178,22 @@ def _sglang_tokens(request: RoundRequest, answer: Json) -> Sampled:
     reason = json_object(answer.get("meta_info"), "meta_info").get("finish_reason")
     tokens = token_ids(answer, "output_ids", request.num_tokens)
     return Sampled(tokens, isinstance(reason, Mapping) and reason.get("type") == "stop")
+
+
+def _sglang_event(request: RoundRequest, event: Json, num_before: int) -> Sampled:
+    """output_ids are all so far, or with --stream-output the new ones: how many there are in all
+    says which are new."""
+    meta = json_object(event.get("meta_info"), "meta_info")
+    num, reason = meta.get("completion_tokens"), meta.get("finish_reason")
+    has_ended = isinstance(reason, Mapping) and reason.get("type") == "stop"
+    if not isinstance(num, int) or not num_before <= num <= request.num_tokens:
+        raise UpstreamAnswerInvalid(f"{str(num)[:50]} tokens after {num_before}")
+    if num == num_before:
+        return Sampled((), has_ended)
+    tokens = token_ids(event, "output_ids", num)
+    if len(tokens) < num - num_before:
+        raise UpstreamAnswerInvalid(f"output_ids lack some of {num - num_before} new tokens")
+    return Sampled(tokens[num_before - num :], has_ended)
 
 
 def _sglang_scores(request: RoundRequest, answer: Json) -> Scores:
@@ -232,19 +262,19 @@ def _own_verified(request: RoundRequest, answer: Json) -> Verified:
 SERVER_KINDS: Mapping[str, ServerKind] = {
     "tinkercloud": ServerKind(
         "tinkercloud",
-        SampleForm("completions", _own_sample, _chosen_tokens),
+        SampleForm("completions", _own_sample, _chosen_tokens, _chosen_event),
         VerifyForm("verify", _own_verify, _own_verified),
         is_seeded=True,
     ),
     "vllm": ServerKind(
         "vllm",
-        SampleForm("completions", _vllm_sample, _chosen_tokens),
+        SampleForm("completions", _vllm_sample, _chosen_tokens, _chosen_event),
         ScoreForm("completions", _vllm_score, _vllm_scores),
         computes_prompt=True,
     ),
     "sglang": ServerKind(
         "sglang",
-        SampleForm("/generate", _sglang_sample, _sglang_tokens),
+        SampleForm("/generate", _sglang_sample, _sglang_tokens, _sglang_event),
         ScoreForm("/generate", _sglang_score, _sglang_scores),
     ),
 }

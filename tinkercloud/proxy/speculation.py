@@ -1,17 +1,21 @@
-"""Rounds of drafts and verifications until a sample is complete."""
+"""Verified drafts, and streams of the target's own tokens, until a sample is complete."""
 
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import closing
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 
 from tinkercloud.chat.requests import SamplingOptions
+from tinkercloud.proxy.draft_length import DraftLengthController
 from tinkercloud.proxy.drafters import GREEDY, DraftPool, DraftSessions
-from tinkercloud.proxy.round_costs import RoundCosts
-from tinkercloud.proxy.round_length import RoundLength
+from tinkercloud.proxy.round_costs import RoundCosts, StreamTimer
 from tinkercloud.proxy.target import MAX_SEED, Target
 from tinkercloud.proxy.verification import RoundRequest, Sampled
+
+MEASURED = ((32, 1), (160, 32))
+"""Tokens of prompts and of drafts that are measured at the start."""
+MEASURED_TOKENS = 8
 
 Clock = Callable[[], float]
 
@@ -34,6 +38,31 @@ class SpeculationCounts:
     plain: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Sample:
+    """tokens: the prompt's, and those that were sampled since. left: that may still be sampled.
+    draft: what of it is to be verified next."""
+
+    tokens: tuple[int, ...]
+    left: int
+    sampling: SamplingOptions
+    draft_sampling: SamplingOptions
+    coins: random.Random
+    length: DraftLengthController
+    sessions: DraftSessions
+    draft: tuple[int, ...] = ()
+    has_ended: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return self.has_ended or self.left <= 0
+
+    def add(self, piece: Sampled) -> None:
+        self.tokens = (*self.tokens, *piece.tokens)
+        self.left -= len(piece.tokens)
+        self.has_ended = piece.has_ended
+
+
 class Speculator:
     """most_drafted: tokens of a round. clock: in seconds."""
 
@@ -51,74 +80,106 @@ class Speculator:
         self._most_drafted = most_drafted
         self._clock = clock
 
+    def _rows(self, num_prompt: int, num_drafted: int) -> int:
+        """Tokens that a verification computes."""
+        return num_drafted + 1 + (num_prompt if self.target.kind.computes_prompt else 0)
+
+    async def measure(self, prompt: tuple[int, ...]) -> None:
+        """What the target's requests take, so that no sample has to find out. prompt: of any
+        content. Raises as `pieces`."""
+        coins = random.Random(0)
+        for num_prompt, num_drafted in MEASURED:
+            tokens = (prompt * (num_prompt // len(prompt) + 1))[:num_prompt]
+            request = RoundRequest(tokens, (), GREEDY, MEASURED_TOKENS)
+            timer, drafted = StreamTimer(self.costs, self._clock, num_prompt), tokens[:num_drafted]
+            async with aclosing(self.target.stream(request, coins)) as pieces:
+                async for piece in pieces:
+                    timer.add(len(piece.tokens))
+            began, computed = self._clock(), self._rows(num_prompt, num_drafted)
+            await self.target.verify(RoundRequest(tokens, drafted, GREEDY), coins)
+            self.costs.was_verified(computed, self._clock() - began)
+
     async def pieces(self, task: SampleTask) -> AsyncGenerator[Sampled]:
-        """The sample's tokens as they are verified. Closing it ends what is asked of servers.
+        """The sample's tokens as they are verified or streamed. Closing it ends what is asked of
+        servers.
 
         Raises UpstreamUnreachable, UpstreamRefused, UpstreamAnswerInvalid of the target."""
+        with closing(self.drafters.open()) as sessions:
+            sample = self._begun(task, sessions)
+            while not sample.is_complete:
+                await self._draft(sample, is_streaming=False)
+                if sample.draft:
+                    piece = await self._verified(sample)
+                    sample.add(piece)
+                    yield piece
+                    continue
+                async with aclosing(self._sampled(sample)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+
+    def _begun(self, task: SampleTask, sessions: DraftSessions) -> _Sample:
         sampling, coins = task.sampling, random.Random(task.sampling.seed)
-        if self.target.kind.is_seeded and sampling.seed is None:
+        kind = self.target.kind
+        if kind.is_seeded and sampling.seed is None:
             sampling = replace(sampling, seed=coins.randrange(MAX_SEED))
         # Noise that is not keyed by the place tells a drafter nothing.
-        draft_sampling = sampling if self.target.kind.is_seeded else GREEDY
-        prompt, left = task.prompt, task.max_tokens
-        length = RoundLength(
-            self._most_drafted, self.costs, computes_prompt=self.target.kind.computes_prompt
+        draft_sampling = sampling if kind.is_seeded else GREEDY
+        length = DraftLengthController(self._most_drafted, self.costs, self._rows)
+        return _Sample(
+            task.prompt, task.max_tokens, sampling, draft_sampling, coins, length, sessions
         )
-        with closing(self.drafters.open()) as sessions:
-            while left > 0:
-                num = min(length.drafted(len(prompt)), left - 1)
-                request = RoundRequest(prompt, (), draft_sampling, num)
-                drafted: tuple[int, ...] = ()
-                if num > 0 and not length.is_plain:
-                    drafted = await self._drafted(request, sessions)
-                request = RoundRequest(prompt, drafted, sampling)
-                if drafted and length.pays(len(prompt), len(drafted)):
-                    piece = await self._verified(request, length, coins)
-                else:
-                    request = RoundRequest(prompt, (), sampling, min(length.plain, left))
-                    piece = await self._plain(request, coins)
-                    num_compared = min(len(drafted), len(piece.tokens))
-                    length.was_plain(num_compared, _num_equal(drafted, piece.tokens))
-                yield piece
-                if piece.has_ended:
-                    return
-                prompt, left = (*prompt, *piece.tokens), left - len(piece.tokens)
 
-    async def _drafted(self, request: RoundRequest, sessions: DraftSessions) -> tuple[int, ...]:
+    # ---- drafts
+
+    async def _draft(self, sample: _Sample, *, is_streaming: bool) -> None:
+        """Sets what is to be verified next; () where the target is to sample."""
+        sample.draft, num_tokens = (), len(sample.tokens)
+        num = sample.length.asked(num_tokens, sample.left, is_streaming=is_streaming)
+        if not num:
+            return
         began = self._clock()
-        draft = await sessions.draft(request)
-        self.costs.drafted.add(request.num_tokens, self._clock() - began)
-        return self._usable(draft)
+        request = RoundRequest(sample.tokens, (), sample.draft_sampling, num)
+        draft = self._usable(await sample.sessions.draft(request))
+        self.costs.drafted.add(num, self._clock() - began)
+        sample.length.was_drafted(draft)
+        num = sample.length.verified(num_tokens, len(draft), is_streaming=is_streaming)
+        sample.draft = draft[:num]
 
     def _usable(self, draft: tuple[int, ...]) -> tuple[int, ...]:
         """Up to a token that may end the sample: whether one does, the target says of its own."""
         num = next((i for i, token in enumerate(draft) if not self.target.is_text(token)), None)
         return draft[:num]
 
-    async def _verified(
-        self, request: RoundRequest, length: RoundLength, coins: random.Random
-    ) -> Sampled:
-        began, num_drafted, counts = self._clock(), len(request.drafted), self.counts
-        verified = await self.target.verify(request, coins)
-        rows = length.rows(len(request.prompt), num_drafted)
-        self.costs.verified.add(rows, self._clock() - began)
-        length.was_verified(num_drafted, verified.num_accepted)
+    async def _verified(self, sample: _Sample) -> Sampled:
+        num_drafted, counts = len(sample.draft), self.counts
+        request = RoundRequest(sample.tokens, sample.draft, sample.sampling)
+        began, rows = self._clock(), self._rows(len(sample.tokens), num_drafted)
+        verified = await self.target.verify(request, sample.coins)
+        self.costs.was_verified(rows, self._clock() - began)
+        sample.length.was_verified(num_drafted, verified.num_accepted)
         counts.rounds += 1
         counts.drafted += num_drafted
         counts.accepted += verified.num_accepted
         counts.verified += len(verified.tokens)
         return Sampled(verified.tokens, verified.has_ended)
 
-    async def _plain(self, request: RoundRequest, coins: random.Random) -> Sampled:
-        began = self._clock()
-        sampled = await self.target.sample(request, coins)
-        self.costs.plain.add(len(sampled.tokens), self._clock() - began)
-        self.counts.plain += len(sampled.tokens)
-        return sampled
+    # ---- the target's own
 
-
-def _num_equal(drafted: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many they begin with in common."""
-    pairs = enumerate(zip(drafted, tokens, strict=False))
-    shorter = min(len(drafted), len(tokens))
-    return next((place for place, (first, second) in pairs if first != second), shorter)
+    async def _sampled(self, sample: _Sample) -> AsyncGenerator[Sampled]:
+        """Up to the sample's end, or to where a draft is to be verified. What is given out is all
+        that was seen of the stream, so that where it is left does not depend on what is thrown
+        away, and a sample drawn by chance keeps its distribution."""
+        request = RoundRequest(sample.tokens, (), sample.sampling, sample.left)
+        timer = StreamTimer(self.costs, self._clock, len(sample.tokens))
+        async with aclosing(self.target.stream(request, sample.coins)) as pieces:
+            async for piece in pieces:
+                timer.add(len(piece.tokens))
+                self.counts.plain += len(piece.tokens)
+                sample.length.was_sampled(piece.tokens)
+                sample.add(piece)
+                yield piece
+                timer.resume()
+                if not sample.is_complete:
+                    await self._draft(sample, is_streaming=True)
+                if sample.draft:
+                    return

@@ -1,11 +1,13 @@
 """The target: the server whose samples the proxy's are."""
 
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 
 from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.errors import UpstreamAnswerInvalid
+from tinkercloud.proxy.answers import event_json
 from tinkercloud.proxy.server_kinds import ServerKind, VerifyForm
 from tinkercloud.proxy.upstream import Upstream
 from tinkercloud.proxy.verification import (
@@ -40,6 +42,31 @@ class Target:
         form = self.kind.sample
         request = replace(request, sampling=self._seeded(request.sampling, coins))
         return form.read(request, await self.upstream.post(form.path, form.request(request)))
+
+    async def stream(self, request: RoundRequest, coins: random.Random) -> AsyncGenerator[Sampled]:
+        """Its own tokens as they come, none of the pieces empty. Closing it ends the request. A
+        token that may end the sample waits for the next event: ours say only there whether it does.
+
+        Raises UpstreamUnreachable, UpstreamRefused, UpstreamAnswerInvalid."""
+        form = self.kind.sample
+        request = replace(request, sampling=self._seeded(request.sampling, coins))
+        num, held = 0, tuple[int, ...]()
+        body = form.request(request) | {"stream": True}
+        async with aclosing(self.upstream.events(form.path, body)) as events:
+            async for event in events:
+                if (answer := event_json(event)) is None:
+                    continue
+                piece = form.read_event(request, answer, num)
+                num, held = num + len(piece.tokens), (*held, *piece.tokens)
+                if held and (piece.has_ended or not piece.tokens or self.is_text(held[-1])):
+                    yield Sampled(held, piece.has_ended)
+                    if piece.has_ended or num == request.num_tokens:
+                        return
+                    held = ()
+        if num < request.num_tokens:
+            raise UpstreamAnswerInvalid(f"the stream of {self.upstream.name} broke off")
+        if held:
+            yield Sampled(held, has_ended=False)
 
     async def verify(self, request: RoundRequest, coins: random.Random) -> Verified:
         """The accepted tokens, and one of the target's own."""

@@ -120,8 +120,11 @@ class Upstream:
         by which the server ends its work.
 
         Raises UpstreamUnreachable, UpstreamRefused, UpstreamAnswerInvalid."""
-        named = body if path.startswith("/") else {**body, "model": self.model}
-        return json_object(await self._exchange("POST", path, named), "the answer")
+        answer = await self._exchange("POST", path, self._named(path, body))
+        return json_object(answer, "the answer")
+
+    def _named(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return body if path.startswith("/") else {**body, "model": self.model}
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> object:
         async with self._opened(method, path, body) as response:
@@ -135,7 +138,7 @@ class Upstream:
         """Of an answer that is streamed: each whole, with the empty line at its end. Closing it
         closes the connection. Raises as `post`."""
         left = b""
-        async with self._opened("POST", path, {**body, "model": self.model}) as response:
+        async with self._opened("POST", path, self._named(path, body)) as response:
             async for piece in self._pieces(response):
                 *whole, left = (left + piece).replace(b"\r\n", b"\n").split(b"\n\n")
                 for event in whole:

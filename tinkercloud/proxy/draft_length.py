@@ -1,0 +1,147 @@
+"""Whether a draft is worth a verification, by what requests to the target take, as measured.
+
+Axes: K drafted tokens.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from tinkercloud.proxy.round_costs import RoundCosts
+
+FIRST_ASKED, MOST_WAITED = 4, 64
+MARGIN = 1.2
+"""Times what a verification takes that it has to save: a draft's worth is an estimate, and tokens
+that the target streams cost nothing more."""
+FREE = 0.05  # of a token's time: a draft that takes less is asked for at each token
+LOOK_AGAIN = 0.02
+"""Of the time that was streamed since the last verification: what another one may take, if drafts
+would be worth it at half of the cost. So an estimate that became too high is corrected."""
+PRIOR = 2.0  # tokens
+MEMORY = 64.0  # tokens
+
+
+class AcceptanceRate:
+    """How often the next drafted token is the sample's, by how many in a row were so before.
+
+    Texts that repeat others for long go on repeating, others fail at the same length again. After
+    n right ones the next is right with the chance (n + 1) / (n + 3), by which n + 1 more are
+    expected in all; what was seen of this sample soon outweighs that. It holds for any drafter: of
+    one that copies text, the row is the length of its match.
+    """
+
+    def __init__(self) -> None:
+        self.num_right = 0  # in a row
+        self._counts: dict[int, tuple[float, float]] = {}  # right ones and all
+
+    def add(self, *, is_right: bool) -> None:
+        place = self.num_right.bit_length()
+        right, every = self._counts.get(place, (0.0, 0.0))
+        if every >= MEMORY:
+            right, every = right / 2, every / 2
+        self._counts[place] = right + is_right, every + 1
+        self.num_right = self.num_right + 1 if is_right else 0
+
+    def at(self, num_right: int) -> float:
+        right, every = self._counts.get(num_right.bit_length(), (0.0, 0.0))
+        prior = (num_right + 1) / (num_right + 3)
+        return (right + PRIOR * prior) / (every + PRIOR)
+
+    def accepted(self, num_drafted: int) -> list[float]:
+        """(K,): of the first 1, 2, ... drafted tokens, how many are expected to be accepted."""
+        expected, share, totals = 0.0, 1.0, list[float]()
+        for place in range(num_drafted):
+            share *= self.at(self.num_right + place)
+            expected += share
+            totals.append(expected)
+        return totals
+
+
+class DraftLengthController:
+    """Of one sample. most: drafted tokens of a round. rows: tokens that a verification computes, of
+    a prompt and a draft of so many.
+
+    A draft is verified as far as the tokens that are expected of it save most: the time in which
+    the target would stream them, less that of the verification, and of opening its stream again
+    where one has to be closed for it. Where that is too little the target streams on, and the draft
+    is compared with what it samples, so that the acceptance is known without a verification.
+    """
+
+    def __init__(self, most: int, costs: RoundCosts, rows: Callable[[int, int], int]):
+        self.rate = AcceptanceRate()
+        self._most = most
+        self._costs = costs
+        self._rows = rows
+        self._draft: tuple[int, ...] = ()  # what of the last one was not yet compared
+        self._wait = FIRST_ASKED
+        self._num_unasked = 0
+
+    def asked(self, num_prompt: int, left: int, *, is_streaming: bool) -> int:
+        """Tokens that drafters are to be asked for now. left: that the sample may still get."""
+        most = min(self._most, left - 1)
+        if most < 1:
+            return 0
+        drafting_s, token_s = self._costs.drafted.at(most), self._costs.token.seconds
+        if not drafting_s > FREE * token_s:  # nor where one of them is not known
+            return most
+        lengths = sorted({most, *(1 << power for power in range(most.bit_length()))})
+        savings = self._savings(num_prompt, most, is_streaming=is_streaming)
+        net = {k: savings[k - 1] - MARGIN * self._costs.drafted.at(k) for k in lengths}
+        best = max(lengths, key=net.__getitem__)
+        if net[best] > 0 or self._num_unasked >= self._wait:
+            return best
+        return 0
+
+    def verified(self, num_prompt: int, num_drafted: int, *, is_streaming: bool) -> int:
+        """How many tokens of a draft are to be verified now; 0: the target samples on."""
+        if not num_drafted or not self._costs.are_known:
+            return num_drafted
+        savings = self._savings(num_prompt, num_drafted, is_streaming=is_streaming)
+        best = max(range(num_drafted), key=savings.__getitem__)
+        if savings[best] > 0:
+            return best + 1
+        cost_s = self._cost_s(num_prompt, best + 1, is_streaming=is_streaming)
+        is_affordable = cost_s < LOOK_AGAIN * self._costs.unverified_s
+        return best + 1 if is_affordable and savings[best] > -MARGIN / 2 * cost_s else 0
+
+    def was_drafted(self, draft: Sequence[int]) -> None:
+        self._draft = tuple(draft)
+        self._num_unasked = 0
+
+    def was_sampled(self, tokens: Sequence[int]) -> None:
+        """By the target itself."""
+        self._num_unasked += len(tokens)
+        for token in tokens:
+            if not self._draft:
+                return
+            is_right = self._draft[0] == token
+            self._learn(is_right=is_right)
+            self._draft = self._draft[1:] if is_right else ()
+
+    def was_verified(self, num_drafted: int, num_accepted: int) -> None:
+        self._draft, self._num_unasked = (), 0
+        for _ in range(num_accepted):
+            self._learn(is_right=True)
+        if num_accepted < num_drafted:
+            self._learn(is_right=False)
+
+    def _learn(self, *, is_right: bool) -> None:
+        is_miss = not is_right and not self.rate.num_right
+        self._wait = min(2 * self._wait, MOST_WAITED) if is_miss else FIRST_ASKED
+        self.rate.add(is_right=is_right)
+
+    def _savings(self, num_prompt: int, num_drafted: int, *, is_streaming: bool) -> list[float]:
+        """(K,): seconds, by how many tokens are verified; one of the target's own comes with
+        them."""
+        token_s = self._costs.token.seconds
+        return [
+            (expected + 1) * token_s
+            - MARGIN * self._cost_s(num_prompt, place + 1, is_streaming=is_streaming)
+            for place, expected in enumerate(self.rate.accepted(num_drafted))
+        ]
+
+    def _cost_s(self, num_prompt: int, num_drafted: int, *, is_streaming: bool) -> float:
+        cost_s = self._costs.verified.at(self._rows(num_prompt, num_drafted))
+        if not is_streaming:
+            return cost_s
+        opening_s = self._costs.opened.at(num_prompt + num_drafted)
+        return cost_s + (0.0 if math.isnan(opening_s) else opening_s)
