@@ -51,7 +51,8 @@ def streamed(client: openai.OpenAI, **fields: Any) -> str:
 def test_answers_are_the_target_s_with_drafts_of_servers_and_of_the_text(
     server: Server, smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    """A drafter that is not there changes nothing."""
+    """A drafter that is not there changes nothing. Which drafts are worth a verification depends on
+    this machine, and is tested on a clock of its own (tests/proxy/test_draft_length.py)."""
     target = f"{server.base_url}/oai/api/v1"
     (tmp_path / "server.key").write_text(server.api_key)
     (tmp_path / "proxy.key").write_text(KEY)
@@ -79,7 +80,6 @@ def test_answers_are_the_target_s_with_drafts_of_servers_and_of_the_text(
             chat(openai.OpenAI(base_url=url, api_key="another"), **GREEDY)
     assert status["requests"]["speculated"] == 7
     assert status["speculation"]["verified_by"] == "tinkercloud"
-    assert status["speculation"]["accepted"] > status["speculation"]["rounds"] / 2
     by_name = {one["name"]: one for one in status["drafters"]}
     assert by_name[target]["taken"] > 0
     assert not by_name["http://127.0.0.1:9/v1"]["up"]
@@ -95,8 +95,7 @@ def test_tasks_are_answered_as_the_target_answers_them_alone(
     target = f"{server.base_url}/oai/api/v1"
     (tmp_path / "server.key").write_text(server.api_key)
     keys = [f"--{name}-key-file={tmp_path}/server.key" for name in ("target", "draft")]
-    drafts = [f"--draft={one}" for one in (target, "suffix")]
-    flags = [*keys, *drafts, f"--tokenizer={smollm2_folder}", f"--target={target}"]
+    flags = [*keys, "--draft=suffix", f"--tokenizer={smollm2_folder}", f"--target={target}"]
     headers = {"authorization": f"Bearer {server.api_key}"}
     with (
         proxy(tmp_path, *flags, "--allow-private") as (url, _),

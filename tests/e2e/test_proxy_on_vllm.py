@@ -61,7 +61,8 @@ async def pair(folder: Path, scratch: Path) -> AsyncIterator[Pair]:
         UpstreamAddress(url), local=(SuffixSource(),), tokenizer=folder,
         most_drafted=32, allow_private=True,
     )  # fmt: skip
-    app = create_proxy_app(lambda: opened(options, print))
+    # Its clock stands still: costs are not known, and every draft is verified.
+    app = create_proxy_app(lambda: opened(options, print, clock=lambda: 0.0))
     inside = httpx.ASGITransport(app)
     try:
         async with (
