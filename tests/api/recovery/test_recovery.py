@@ -412,6 +412,32 @@ async def test_a_number_with_another_body_is_an_error_and_the_same_body_is_the_s
                 assert (await each.result(now)).metrics == before.metrics
 
 
+async def test_a_save_that_is_sent_again_with_the_next_sampler_number_is_the_same_save(
+    tmp_path: Path,
+) -> None:
+    """The official client counts at each try (`_send_request` of 0.38): the answer to the first may
+    be what a kill took from it."""
+    async with serving(tmp_path / "a") as api:
+        session_id = await api.session()
+        model_id = await api.model(session_id, 0)
+        save = {"model_id": model_id, "seq_id": 1}
+
+        async def sent(each: Api, number: int, **more: str) -> dict[str, Any]:
+            body = {**save, "sampling_session_seq_id": number, **more}
+            return await each.ok("save_weights_for_sampler", **body)
+
+        first = await sent(api, 0)
+        saved = await api.result(first)
+        assert saved["sampling_session_id"] == f"{session_id}:sample:0"
+        async with after_its_end(api, tmp_path / "a", tmp_path / "b") as other:
+            for each in (api, other):
+                again = await sent(each, 1)
+                assert again["request_id"] == first["request_id"]
+                assert await each.result(again) == saved
+                refused = await sent(each, 2, kind="inflight")
+                assert "was taken by another request" in await each.failure(refused)
+
+
 @pytest.mark.parametrize("route", ["create_session", "create_model"])
 async def test_metadata_that_is_not_finite_is_refused(tmp_path: Path, route: str) -> None:
     async with serving(tmp_path / "a") as api:

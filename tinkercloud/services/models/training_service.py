@@ -253,7 +253,7 @@ class TrainingService:
         model = await self._models.require(user, body.model_id)
         work = self._publishing(model, body)
         return await self._models.submit(
-            model, PUBLISH, body.seq_id, work, Submitted.of(as_json(body))
+            model, PUBLISH, body.seq_id, work, Submitted.of(as_json(body), _publication_sent(body))
         )
 
     def _publishing(self, model: Model, body: SaveWeightsForSamplerRequest) -> Work:
@@ -283,6 +283,13 @@ class TrainingService:
             return replace(completed_json(result), computed=b"")
 
         return work
+
+
+def _publication_sent(body: SaveWeightsForSamplerRequest) -> bytes:
+    """What makes a repeated save the same request. The official client counts a new
+    `sampling_session_seq_id` at each try of one save; the sampler is that of the first."""
+    counted = body.sampling_session_seq_id is not None
+    return as_json(body.model_copy(update={"sampling_session_seq_id": 0 if counted else None}))
 
 
 def _steps(ticket: Ticket, outcome: Outcome) -> bool:
