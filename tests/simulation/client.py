@@ -30,11 +30,16 @@ class _Model:
 
 @dataclass(eq=False)
 class _Sampler:
-    """ready: set once the server has said that it is there."""
+    """named: its id, which that of a save has from the answer. ready: set once the server has said
+    that it is there."""
 
-    sampler_id: str
+    named: "str | Request"
     ready: "asyncio.Task[bool]"
     next_seq_id: int = 0
+
+    @property
+    def sampler_id(self) -> str:
+        return self.named if isinstance(self.named, str) else self.named.sampler_id
 
 
 class Client:
@@ -159,7 +164,7 @@ class Client:
             run = f"training_runs/{model.model_id}/checkpoints/external_weights/{body['path']}"
             await self._look_at(f"{run}/external_weights_urls")
         if step.kind in ("snapshot", "inflight"):
-            self._add_sampler(body["sampling_session_seq_id"], self._succeeds(poll, request))
+            self._add_sampler(request, self._succeeds(poll, request))
 
     async def _take_number(self, step: Step) -> None:
         await take_number(self._history, self._wire, self._user, step)
@@ -221,10 +226,10 @@ class Client:
             return  # a script that waits, and is told that there is no such model
         self._models.append(_Model(model_id))
 
-    def _add_sampler(self, number: int, ready: Any) -> None:
+    def _add_sampler(self, named: str | Request, ready: Any) -> None:
         task = asyncio.ensure_future(ready)
         self._polls.append(task)
-        self._samplers.append(_Sampler(f"{self._session}:sample:{number}", task))
+        self._samplers.append(_Sampler(named, task))
 
     async def _sampler_of_path(self, step: Step) -> None:
         """Of sampler weights that were saved, or of a training state."""
@@ -249,8 +254,9 @@ class Client:
             await self._wire.post("create_sampling_session", json.dumps(body).encode())
         except Refused:
             return
-        self._history.samplers[f"{self._session}:sample:{number}"] = weights
-        self._add_sampler(number, _at_once())
+        sampler_id = f"{self._session}:sample:{number}"
+        self._history.samplers[sampler_id] = weights
+        self._add_sampler(sampler_id, _at_once())
 
     async def _sample(self, step: Step) -> None:
         if not self._samplers:

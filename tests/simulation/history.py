@@ -1,10 +1,14 @@
 """What clients did and saw, for the invariants: the truth that no server can change."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 Result = tuple[str, str, bytes]
 """(status, content type, body); a failure is ("failed", category, text)."""
+
+
+NUMBERS_OF_A_TRY = 1_000  # of samplers, between two tries of one save
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +30,20 @@ class Request:
     @property
     def is_acknowledged(self) -> bool:
         return bool(self.request_ids)
+
+    @property
+    def sampler_id(self) -> str:
+        """Of a save that makes one: what its answer says, where one was read."""
+        completed = [body for status, _, body in self.results if status == "completed"]
+        return self.sampler_id_in(completed[0]) if completed else self.sampler_id_in(b"{}")
+
+    def sampler_id_in(self, result: bytes) -> str:
+        """That of one of the tries, which count on; else that of the first."""
+        first = self.body["sampling_session_seq_id"]
+        answered = json.loads(result).get("sampling_session_id", "")
+        session, number = self.owner.partition(":")[0], answered.rpartition(":")[2]
+        is_one = number.isdecimal() and int(number) % NUMBERS_OF_A_TRY == first
+        return f"{session}:sample:{number if is_one else first}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ async def _differs(world: "World", oracle: Oracle, request: Request, row: Row) -
     if row.failure is not None and _is_named(world, row.failure[1]):
         return None
     try:
-        expected = await oracle.apply(request)
+        expected = await oracle.apply(request, row.body)
     except TinkercloudError as error:
         if row.failure is None:
             return f"it completed, and must fail: {error}"

@@ -82,8 +82,9 @@ class Oracle:
             and request.body["path"] not in self.states
         )
 
-    async def apply(self, request: Request) -> Any:
-        """The result that it must have. Raises TinkercloudError where it must fail."""
+    async def apply(self, request: Request, recorded: bytes) -> Any:
+        """The result that it must have. recorded: the one that it has. Raises TinkercloudError
+        where it must fail."""
         body, model_id = request.body, request.owner
         match request.kind:
             case "create_model":
@@ -101,7 +102,7 @@ class Oracle:
                 self.steps.setdefault(model_id, []).append(self.models[model_id])
                 return result
             case _:
-                return self._save(request)
+                return self._save(request, recorded)
 
     def _load(self, model_id: str, body: dict[str, Any]) -> None:
         state = self.states[body["path"]]
@@ -110,15 +111,14 @@ class Oracle:
             state = replace(state, first=zeros, second=zeros, step=0)
         self.models[model_id] = state
 
-    def _save(self, request: Request) -> dict[str, Any]:
+    def _save(self, request: Request, recorded: bytes) -> dict[str, Any]:
         state = replace(self.models[request.owner], gradient=None)
         segment = SEGMENTS[request.kind]
         if "path" in request.body:
             path = f"tinker://{request.owner}/{segment}/{request.body['path']}"
             self.states[path] = state
             return {"path": path}
-        session = request.owner.partition(":")[0]
-        sampler_id = f"{session}:sample:{request.body['sampling_session_seq_id']}"
+        sampler_id = request.sampler_id_in(recorded)
         self.versions[sampler_id] = state
         if request.kind == "inflight":
             self.inflight.setdefault(request.owner, []).append(sampler_id)

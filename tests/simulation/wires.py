@@ -3,11 +3,12 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any, Protocol
 
 import httpx
 
-from tests.simulation.history import Result
+from tests.simulation.history import NUMBERS_OF_A_TRY, Result
 from tests.simulation.network import Answer, HttpxTransport, Network, NetworkError, Sent
 from tinker_gmi.connection.errors import (
     APIConnectionError,
@@ -105,6 +106,7 @@ class SdkWire:
                 raise Refused(0, f"gave up after {status} {text}")
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, 10.0)
+            sent = _counted_on(sent)
 
     async def result(self, request_id: str) -> Result:
         body = json.dumps({"request_id": request_id, "allow_metadata_only": True}).encode()
@@ -122,6 +124,17 @@ class SdkWire:
                 raise Refused(answer.status, answer.body.decode())
             delay_s = 1.0
             await asyncio.sleep(BUSY_POLL_S)
+
+
+def _counted_on(sent: Sent) -> Sent:
+    """The next try of a request. The official client takes another number for the sampler of a
+    save at each try; here one that no other request of its session has."""
+    if not sent.path.endswith("/save_weights_for_sampler"):
+        return sent
+    body = json.loads(sent.body)
+    if "sampling_session_seq_id" in body:
+        body["sampling_session_seq_id"] += NUMBERS_OF_A_TRY
+    return replace(sent, body=json.dumps(body).encode())
 
 
 class GmiWire:

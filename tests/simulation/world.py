@@ -213,10 +213,8 @@ class World:
             and request.owner.partition(":")[0] not in self.history.finished
         ]
         for request in self._choices.sample(saved, min(len(saved), 2)):
-            session = request.owner.partition(":")[0]
-            sampler_id = f"{session}:sample:{request.body['sampling_session_seq_id']}"
             wire = SdkWire(self.network, self.keys[request.user], 60.0)
-            await draw_late(self.history, wire, request.user, sampler_id)
+            await draw_late(self.history, wire, request.user, request.sampler_id)
 
     async def clean_up(self) -> None:
         """As the server does each minute."""
