@@ -8,38 +8,18 @@ import asyncio
 import json
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tests.simulation.agents import Agent, Known
 from tests.simulation.bodies import batch, sample_request, take_number
+from tests.simulation.handles import Model, Sampler
 from tests.simulation.history import History, Request
 from tests.simulation.looks import LOOKS, Named, filled, links_of
 from tests.simulation.schedule import AGENT_WEIGHTS, BASES, Step
 from tests.simulation.wires import PROTOBUF, Refused, Wire
 
 _DELETIONS = ("delete_model", "unload_model")
-
-
-@dataclass(eq=False)
-class _Model:
-    model_id: str
-    next_seq_id: int = 1
-    saved: list[tuple[str, "asyncio.Task[None]", Request]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Sampler:
-    """named: its id, which that of a save has from the answer. ready: set once the server has said
-    that it is there."""
-
-    named: "str | Request"
-    ready: "asyncio.Task[bool]"
-    next_seq_id: int = 0
-
-    @property
-    def sampler_id(self) -> str:
-        return self.named if isinstance(self.named, str) else self.named.sampler_id
 
 
 class Client:
@@ -52,11 +32,11 @@ class Client:
         self._program = program
         self._history = history
         self._session = ""
-        self._models: list[_Model] = []
+        self._models: list[Model] = []
         self._num_models = 0
         self._num_samplers = 0
         self._names = 0
-        self._samplers: list[_Sampler] = []
+        self._samplers: list[Sampler] = []
         self._polls: list[asyncio.Task[None]] = []
         self._last_sample: Request | None = None
 
@@ -121,10 +101,10 @@ class Client:
             if refusal.status:
                 request.lost = str(refusal)
 
-    def _model(self, step: Step) -> _Model | None:
+    def _model(self, step: Step) -> Model | None:
         return self._models[step.target % len(self._models)] if self._models else None
 
-    def _request(self, step: Step, model: _Model) -> Request:
+    def _request(self, step: Step, model: Model) -> Request:
         number = model.next_seq_id
         model.next_seq_id += 1
         return Request(self._user, step.kind, model.model_id, number, {})
@@ -135,7 +115,7 @@ class Client:
         if model is not None:
             await self._pass(step, model)
 
-    async def _pass(self, step: Step, model: _Model) -> None:
+    async def _pass(self, step: Step, model: Model) -> None:
         numbers = random.Random(step.seed)
         requests = [self._request(step, model) for _ in range(step.size)]
         posts = []
@@ -169,7 +149,7 @@ class Client:
     async def _take_number(self, step: Step) -> None:
         await take_number(self._history, self._wire, self._user, step)
 
-    def _operation(self, step: Step, model: _Model) -> tuple[str, dict[str, Any]]:
+    def _operation(self, step: Step, model: Model) -> tuple[str, dict[str, Any]]:
         self._names += 1
         match step.kind:
             case "optim_step":
@@ -224,12 +204,12 @@ class Client:
             return
         if step.seed % 3 and not await self._succeeds(poll, request):
             return  # a script that waits, and is told that there is no such model
-        self._models.append(_Model(model_id))
+        self._models.append(Model(model_id))
 
     def _add_sampler(self, named: str | Request, ready: Any) -> None:
         task = asyncio.ensure_future(ready)
         self._polls.append(task)
-        self._samplers.append(_Sampler(named, task))
+        self._samplers.append(Sampler(named, task))
 
     async def _sampler_of_path(self, step: Step) -> None:
         """Of sampler weights that were saved, or of a training state."""
