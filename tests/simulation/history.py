@@ -34,8 +34,8 @@ class Request:
     @property
     def sampler_id(self) -> str:
         """Of a save that makes one: what its answer says, where one was read."""
-        completed = [body for status, _, body in self.results if status == "completed"]
-        return self.sampler_id_in(completed[0]) if completed else self.sampler_id_in(b"{}")
+        completed = (body for status, _, body in self.results if status == "completed")
+        return self.sampler_id_in(next(completed, b"{}"))
 
     def sampler_id_in(self, result: bytes) -> str:
         """That of one of the tries, which count on; else that of the first."""

@@ -29,7 +29,7 @@ from tinkercloud.errors import (
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD, PUBLISH
 from tinkercloud.services.recovery.replayer import Replayer
-from tinkercloud.services.recovery.returns import CannotComeBack, Return, Returns
+from tinkercloud.services.recovery.returns import READS_SNAPSHOT, CannotComeBack, Return, Returns
 from tinkercloud.services.recovery.snapshots import Key, Snapshots
 from tinkercloud.services.recovery.training_outcomes import deviation
 from tinkercloud.services.recovery.version_store import Published
@@ -255,7 +255,7 @@ class Recovery:
         began, position, num_done = time.monotonic(), 0, 0
         if await self._journal.is_ended(user, model_id):  # a sample asked for what it had published
             return 0
-        way.doing = "its snapshot is read"
+        way.doing = READS_SNAPSHOT
         await self._snapshots.settle(key)  # once it is on record, the one before it is removed
         snapshot = await self._restore_newest(key)
         if snapshot is not None:

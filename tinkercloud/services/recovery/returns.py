@@ -22,13 +22,16 @@ class CannotComeBack(ServerFault):
     engine."""
 
 
+READS_SNAPSHOT = "its snapshot is read"
+
+
 @dataclass(slots=True)
 class Return:
     """Of a model. doing: what is done for it just now, in words. num_ends: of the engine while the
     same was done, one after the other."""
 
     model_id: str
-    doing: str = "its snapshot is read"
+    doing: str = READS_SNAPSHOT
     num_ends: int = 0
     _at_end: str = ""
 
