@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from benchmarks.lib.report import Cell, Target
 from tests.simulation.coverage import Coverage, summary
+from tests.simulation.guide import Guide
 from tests.simulation.planted import PLANTED, finds, seeds_for
 from tests.simulation.run import run_schedule
-from tests.simulation.schedule import generate
 
 COLUMNS = ("schedules", "seconds", "failed", "result")
 PLANTED_COLUMNS = ("planted bug", "schedules", "tried", "seconds", "result")
@@ -16,8 +16,8 @@ MAX_SCHEDULES = 2000
 FOUND = "found"
 ABOUT = """\
 The service's own code under a simulated loop, disk, network and engine (`tests/simulation`): seeded
-schedules of at least 30 operations of two users with crashes, from seed 0 on. *seconds*: of one
-core."""
+schedules of at least 30 operations of two users with crashes, from seed 0 on; each fourth ends the
+service at awaits and flushes where none before it has. *seconds*: of one core."""
 ABOUT_PLANTED = """\
 The same with a bug planted into the service: up to which of the schedules, from seed 0 on, one
 failed that passes without the bug. *tried*: how many of them ran, for of a bug that few can show
@@ -29,19 +29,19 @@ Rows = tuple[list[Sequence[Cell]], list[Target]]
 
 def simulate(seconds: float) -> Rows:
     """seconds of a core. Failing seeds are said as they come."""
-    coverage, num_run, failed = Coverage(), 0, list[int]()
+    guide, num_run, failed = Guide(Coverage()), 0, list[str]()
     began_s = time.process_time()
     while time.process_time() - began_s < seconds:
-        outcome = run_schedule(generate(num_run))
+        outcome = run_schedule(guide.schedule(num_run))
         if outcome.failures:
-            failed.append(num_run)
-            sys.stderr.write(f"seed {num_run}: {outcome.failures[0]}\n")
+            failed.append(outcome.again)
+            sys.stderr.write(f"{outcome.again}: {outcome.failures[0]}\n")
         num_run += 1
-        coverage.add(outcome.coverage)
+        guide.coverage.add(outcome.coverage)
     took_s = time.process_time() - began_s
-    result = summary(coverage)
+    result = summary(guide.coverage)
     if failed:
-        result += f"; failing seeds: {', '.join(map(str, failed))}"
+        result += f"; failing: {', '.join(failed)}"
     rows: list[Sequence[Cell]] = [(num_run, round(took_s, 1), len(failed), result)]
     return rows, [Target.at_most("failed schedules", len(failed), 0)]
 

@@ -1,8 +1,9 @@
 """Runs simulated schedules: `python -m tests.simulation --seed N [--trace]`, or many of them.
 
---schedules, --seconds: how many seeds from --seed on, or for how long. --planted: with one of the
-bugs of `planted.py`; the exit status is then 0 where it is found. --shrink: of a failing seed,
-leave out steps and faults while it still fails. --coverage: every await and flush crashed at.
+--schedules, --seconds: how many seeds from --seed on, or for how long; each fourth ends the service
+where none has yet. --at: end it at this await or flush; a failure says which. --planted: with one
+of the bugs of `planted.py`; the exit status is then 0 where it is found. --shrink: of a failing
+seed, leave out steps and faults while it still fails. --coverage: every await and flush crashed at.
 """
 
 import argparse
@@ -10,18 +11,21 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import count
 
 from tests.simulation.coverage import Coverage, report
+from tests.simulation.guide import EVERY, Guide
 from tests.simulation.planted import PLANTED, planted
 from tests.simulation.run import Outcome, run_schedule
-from tests.simulation.schedule import Schedule, generate
+from tests.simulation.schedule import Schedule
 from tests.simulation.shrink import shrunk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--at", action="append", default=[], metavar="PLACE")
     parser.add_argument("--schedules", type=int)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--planted", choices=tuple(PLANTED))
@@ -29,13 +33,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", action="store_true")
     parser.add_argument("--coverage", action="store_true")
     options = parser.parse_args(argv)
-    coverage, num_run, failed = Coverage(), 0, 0
+    is_one = options.schedules is None and options.seconds is None
+    guide = Guide(Coverage(), every=None if is_one or options.planted else EVERY)
+    num_run = failed = 0
     began = time.monotonic()
     with planted(options.planted) if options.planted else nullcontext():
         for seed in seeds(options.seed, options.schedules, options.seconds):
-            outcome = run_schedule(generate(seed), logs=options.trace)
+            schedule = guide.schedule(seed)
+            if options.at:
+                schedule = replace(schedule, places=frozenset(options.at))
+            outcome = run_schedule(schedule, logs=options.trace)
             num_run += 1
-            coverage.add(outcome.coverage)
+            guide.coverage.add(outcome.coverage)
             if options.trace:
                 show_trace(outcome)
             if outcome.failures:
@@ -46,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if options.planted:
                     break
     if options.coverage:
-        say(report(coverage))
+        say(report(guide.coverage))
     say(f"{num_run} schedules in {time.monotonic() - began:.1f} s, {failed} failed")
     return int(bool(failed) != bool(options.planted))
 
@@ -72,7 +81,7 @@ def show(outcome: Outcome, bug: str | None) -> None:
     for failure in outcome.failures[:5]:
         say(f"seed {outcome.schedule.seed}: {failure}")
     plant = f" --planted {bug!r}" if bug else ""
-    say(f"again: python -m tests.simulation --seed {outcome.schedule.seed} --trace{plant}")
+    say(f"again: python -m tests.simulation {outcome.again}{plant}")
 
 
 def show_trace(outcome: Outcome) -> None:

@@ -46,14 +46,15 @@ def plans_of(schedule: Schedule) -> list[CrashPlan]:
 
 
 class AwaitCrashes:
-    """Those of a schedule's `await_rate`: each comes at the await or the flush that it is for,
-    once."""
+    """Those of a schedule's `await_rate` and `places`: each comes at the await or the flush that it
+    is for, once. met: those of `places` that came."""
 
     def __init__(self, schedule: Schedule):
         self._schedule = schedule
-        self._left = MAX_AT_AWAITS if schedule.await_rate else 0
+        self._left = MAX_AT_AWAITS if schedule.await_rate or schedule.places else 0
         self._crashes: dict[str, Crash | None] = {}
-        self._met = Counter[str]()
+        self._counts = Counter[str]()
+        self.met: list[str] = []
 
     @property
     def come(self) -> bool:
@@ -66,9 +67,11 @@ class AwaitCrashes:
         crash = self._crashes[place]
         if crash is None or not self._left:
             return None
-        self._met[place] += 1
-        if self._met[place] < crash.count:
+        self._counts[place] += 1
+        if self._counts[place] < crash.count:
             return None
+        if crash.at in self._schedule.places:
+            self.met.append(crash.at)
         self._crashes[place] = None
         self._left -= 1
         return crash

@@ -2,10 +2,11 @@
 
 import gc
 import logging
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -21,7 +22,8 @@ _NUMBERS = count()
 
 @dataclass(slots=True)
 class Outcome:
-    """failures: empty where all is well. virtual_s: how long the run was on its own clock."""
+    """schedule: of its `places` only those that crashes came at, which gives the same run.
+    failures: empty where all is well. virtual_s: how long the run was on its own clock."""
 
     schedule: Schedule
     failures: list[str]
@@ -30,6 +32,12 @@ class Outcome:
     num_steps: int
     virtual_s: float
     trace: list[tuple[float, str]] = field(repr=False)
+
+    @property
+    def again(self) -> str:
+        """The options with which `python -m tests.simulation` runs it once more."""
+        places = (f" --at {shlex.quote(place)}" for place in sorted(self.schedule.places))
+        return f"--seed {self.schedule.seed}{''.join(places)} --trace"
 
 
 def run_schedule(
@@ -52,7 +60,7 @@ def run_schedule(
     finally:
         gc.enable()
         logging.disable(logging.NOTSET)
-    loop = world.loop
+    loop, schedule = world.loop, replace(schedule, places=world.places_met)
     return Outcome(
         *(schedule, world.failures, world.coverage, world.num_crashes),
         *(loop.num_steps, loop.now, trace),

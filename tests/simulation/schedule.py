@@ -162,7 +162,8 @@ class Schedule:
     """network_rate, engine_rate: shares of messages with a fault, up to the `last_fault`-th one.
     aimed: crashes beside the others, at moments that chance alone seldom meets. at_awaits: the same
     at awaits of the service, each by itself. await_rate: at this share of the awaits and flushes
-    that a run comes to the service ends. idle_model_s, archive_bytes, session_ttl_s: the settings.
+    that a run comes to the service ends, and at each of places: names of these, as by `name_of`.
+    idle_model_s, archive_bytes, session_ttl_s: the settings.
     all_is_large: as for `patches.simulated`. other_numerics_from: as for the engine.
     without: faults that are left out, as "network 17"."""
 
@@ -183,6 +184,7 @@ class Schedule:
     aimed: tuple[Crash, ...] = ()
     at_awaits: tuple[Crash, ...] = ()
     await_rate: float = 0.0
+    places: frozenset[str] = frozenset()
     outage: Outage | None = None
     commands: tuple[Command, ...] = ()
     all_is_large: bool = False
@@ -205,10 +207,12 @@ class Schedule:
         likely as any other, however seldom it is met and however short it is. place: without
         lines, so that a seed stays what it is when others change."""
         choices = random.Random(f"{self.seed} await {place}")
-        if choices.random() >= self.await_rate:
-            return None
+        is_drawn = choices.random() < self.await_rate
         kinds: tuple[CrashKind, ...] = ("kill", "power")
-        return Crash(choices.choice(kinds), "await", choices.choice((1, 1, 2, 4)), 0.2, place)
+        kind, count = choices.choice(kinds), choices.choice((1, 1, 2, 4))
+        if place in self.places:
+            return Crash(kind, "await", 1, 0.2, place)
+        return Crash(kind, "await", count, 0.2, place) if is_drawn else None
 
     def _fate(
         self, stream: str, number: int, rate: float, fates: tuple[tuple[str, int], ...]
@@ -224,6 +228,7 @@ class Schedule:
     def calm(self) -> "Schedule":
         """The same without any fault."""
         calm = replace(self, crashes=(), disk=(), jumps=(), aimed=(), at_awaits=(), outage=None)
+        calm = replace(calm, places=frozenset())
         return replace(calm, network_rate=0.0, engine_rate=0.0, await_rate=0.0)
 
 

@@ -37,6 +37,8 @@ def _calmer(schedule: Schedule) -> Iterator[Schedule]:
     for name in ("network_rate", "engine_rate", "await_rate"):
         if getattr(schedule, name):
             yield replace(schedule, **{name: 0.0})
+    for place in schedule.places:
+        yield replace(schedule, places=schedule.places - {place})
     if schedule.outage is not None:
         yield replace(schedule, outage=None)
     if schedule.await_rate > 0.001:

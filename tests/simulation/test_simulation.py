@@ -3,16 +3,18 @@
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.simulation import world
 from tests.simulation.beyond import BEYOND, FLUSHES_BEYOND
-from tests.simulation.coverage import beyond, name_of, named, places_on_disk
+from tests.simulation.coverage import Coverage, beyond, name_of, named, places_on_disk
 from tests.simulation.flushes import all_flushes
+from tests.simulation.guide import Guide, uncrashed
 from tests.simulation.run import run_schedule
-from tests.simulation.schedule import generate
+from tests.simulation.schedule import MAX_AT_AWAITS, generate
 from tinkercloud.services.recovery.returns import CannotComeBack, Return
 
 FAST_S, SLOW_S = 90.0, 1200.0
@@ -21,11 +23,12 @@ FIRST_SLOW_SEED = 1_000_000
 
 
 def run_for(seconds: float, first: int, num: int) -> None:
-    deadline, seed = time.monotonic() + seconds, first
+    deadline, seed, guide = time.monotonic() + seconds, first, Guide(Coverage())
     while time.monotonic() < deadline and seed - first < num:
-        outcome = run_schedule(generate(seed))
-        again = f"python -m tests.simulation --seed {seed} --trace"
+        outcome = run_schedule(guide.schedule(seed))
+        again = f"python -m tests.simulation {outcome.again}"
         assert not outcome.failures, f"{again}\n" + "\n".join(outcome.failures[:5])
+        guide.coverage.add(outcome.coverage)
         seed += 1
 
 
@@ -63,6 +66,23 @@ def test_a_seed_gives_the_same_run_again() -> None:
     first, second = (run_schedule(generate(7)) for _ in range(2))
     assert first.trace == second.trace
     assert first.num_steps == second.num_steps
+
+
+def test_a_guided_schedule_ends_the_service_where_none_has() -> None:
+    """And what it met gives the same run again, whatever else was looked for."""
+    guide = Guide(Coverage(), every=1)
+    num_left, outcomes = [len(uncrashed(guide.coverage))], []
+    for seed in range(3):
+        outcomes.append(run_schedule(guide.schedule(seed)))
+        assert not outcomes[-1].failures
+        guide.coverage.add(outcomes[-1].coverage)
+        num_left.append(len(uncrashed(guide.coverage)))
+    assert all(before - after >= MAX_AT_AWAITS // 2 for before, after in pairwise(num_left))
+    last = outcomes[-1]
+    assert 0 < len(last.schedule.places) <= MAX_AT_AWAITS
+    again = run_schedule(last.schedule)
+    assert again.trace == last.trace
+    assert "--at" in again.again
 
 
 def test_what_is_beyond_the_simulation_is_there() -> None:

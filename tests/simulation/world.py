@@ -111,6 +111,11 @@ class World:
         for folder in (self._place, self._scratch):
             shutil.rmtree(folder, ignore_errors=True)
 
+    @property
+    def places_met(self) -> frozenset[str]:
+        """Of the schedule's `places` those that a crash came at."""
+        return frozenset(self._at_awaits.met)
+
     def wall(self) -> float:
         """Seconds since the epoch, by a clock that is set now and then."""
         jumps = (jump.by_s for jump in self.schedule.jumps if jump.at_s <= self.loop.now)
