@@ -222,6 +222,26 @@ async def test_an_engine_that_ends_between_two_operations_of_a_replay_is_a_delay
     assert (calm.num_ends, backend.num_ends) == (0, 2)
 
 
+class EndsOnceItIsBack(Mortal):
+    """The engine after the first one ends with the last answer of a model's return, or before
+    anybody asks it for more."""
+
+    def numerics(self) -> str:
+        if self.num_ends == 1:
+            self.end()
+        return super().numerics()
+
+
+async def test_an_engine_that_ends_as_a_model_is_back_is_a_delay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots, "SHARE", 0.0)
+    calm, backend = EndsOnceItIsBack(), EndsOnceItIsBack()
+    undisturbed = await trained_on(tmp_path / "0", calm, 0)
+    assert await trained_on(tmp_path / "1", backend, 1) == undisturbed
+    assert (calm.num_ends, backend.num_ends) == (0, 2)
+
+
 class EndsWhileItWrites(Mortal):
     """Ends with the next snapshot when told, whose files are whole; reads slowly what it
     restores."""

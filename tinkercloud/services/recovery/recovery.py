@@ -234,7 +234,7 @@ class Recovery:
                             raise
                 else:
                     self._there[key] = now
-                    return
+                    continue  # not yet, where the engine ended after its last answer
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
