@@ -12,7 +12,7 @@ from itertools import count
 from benchmarks.lib.footprint import files_of, footprint
 from benchmarks.lib.machine import ROOT
 from benchmarks.lib.report import Cell, Target
-from benchmarks.lib.script import ENDS
+from benchmarks.lib.script import DONE, ENDS
 from benchmarks.lib.server import Served
 from tests.serving import Server
 from tinkercloud.config import settings
@@ -162,19 +162,22 @@ async def _script(server: Server, base_model: str, day: Day, end: str) -> str | 
         *(sys.executable, "-m", "benchmarks.lib.script", base_model, str(day.kept_s), end),
         env={**os.environ, **server.sdk_environment, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
         async with asyncio.timeout(SCRIPT_LIMIT_S):
-            _, errors = await process.communicate()
+            output, errors = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()
         return f"one that {end} took longer than {SCRIPT_LIMIT_S:g} s"
     if process.returncode == (-signal.SIGKILL if end == "is killed" else 0):
         return None
+    when = "after all was done" if output == DONE.encode() else "before it was done"
     last = errors.decode(errors="replace").strip().rpartition("\n")[2]
-    return f"one that {end} ended with status {process.returncode}: {last[:MAX_REASON_CHARS]}"
+    last = last[:MAX_REASON_CHARS] or "it said nothing"
+    return f"one that {end} ended with status {process.returncode} {when}: {last}"
 
 
 ABOUT = """\

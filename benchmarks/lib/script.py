@@ -14,6 +14,8 @@ from benchmarks.lib.server import sdk_datum
 ENDS = ("closes", "leaves", "is killed")
 """It finishes its session; it just ends, as most scripts do; it is killed during a pass."""
 NUM_STEPS = 3
+DONE = "done"
+"""Said when all is done but the end of the interpreter, which has a way of its own to fail."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -38,6 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     sampling.sample(prompt, num_samples=4, sampling_params=params).result()
     if end == "closes":
         service.close("success").result()
+    sys.stdout.write(DONE)
+    sys.stdout.flush()
     if end == "is killed":
         training.forward_backward(data, "cross_entropy")
         os.kill(os.getpid(), signal.SIGKILL)
