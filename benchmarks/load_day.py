@@ -172,12 +172,17 @@ async def _script(server: Server, base_model: str, day: Day, end: str) -> str | 
         process.kill()
         await process.wait()
         return f"one that {end} took longer than {SCRIPT_LIMIT_S:g} s"
-    if process.returncode == (-signal.SIGKILL if end == "is killed" else 0):
+    return failure(end, process.returncode, output, errors)
+
+
+def failure(end: str, status: int | None, output: bytes, errors: bytes) -> str | None:
+    """Of a script of that end, by its exit status and what it wrote."""
+    if status == (-signal.SIGKILL if end == "is killed" else 0):
         return None
     when = "after all was done" if output == DONE.encode() else "before it was done"
     last = errors.decode(errors="replace").strip().rpartition("\n")[2]
     last = last[:MAX_REASON_CHARS] or "it said nothing"
-    return f"one that {end} ended with status {process.returncode} {when}: {last}"
+    return f"one that {end} ended with status {status} {when}: {last}"
 
 
 ABOUT = """\

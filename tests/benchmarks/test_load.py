@@ -1,6 +1,7 @@
 """The load benchmark: small forms of its parts against a real server, and what it calls lost."""
 
 import asyncio
+import signal
 from dataclasses import replace
 
 import pytest
@@ -118,9 +119,16 @@ async def test_a_script_of_a_day_that_fails_says_why(fake_server: Server):
     day = load_day.Day(seconds=0.1, at_once=1, kept_s=5.0, settle_s=0.1, first=0)
     lived = await load_day.measure(fake_server, replace(SERVED, base_model="none"), day)
     assert len(lived.failures) == 1
-    assert lived.failures[0].startswith("one that closes ended with status 1: ")
+    assert lived.failures[0].startswith("one that closes ended with status 1 before it was done: ")
     assert "A script failed: one that closes ended" in lived.about()
     assert not met(lived.targets())["scripts that failed"]
+
+
+def test_a_script_that_ends_badly_after_its_work_is_told_apart() -> None:
+    assert load_day.failure("is killed", -signal.SIGKILL, b"done", b"") is None
+    assert load_day.failure("leaves", 0, b"done", b"") is None
+    late = load_day.failure("leaves", -signal.SIGABRT, b"done", b"")
+    assert late == "one that leaves ended with status -6 after all was done: it said nothing"
 
 
 async def test_every_operation_has_a_latency_by_both_clients(sdk_server: Server):
