@@ -5,10 +5,9 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.lib.report import Cell, Target
-from tests.simulation.coverage import Coverage, summary
+from tests.simulation.coverage import summary
 from tests.simulation.guide import Guide
 from tests.simulation.planted import PLANTED, finds, seeds_for
-from tests.simulation.run import run_schedule
 
 COLUMNS = ("schedules", "seconds", "failed", "result")
 PLANTED_COLUMNS = ("planted bug", "schedules", "tried", "seconds", "result")
@@ -29,15 +28,14 @@ Rows = tuple[list[Sequence[Cell]], list[Target]]
 
 def simulate(seconds: float) -> Rows:
     """seconds of a core. Failing seeds are said as they come."""
-    guide, num_run, failed = Guide(Coverage()), 0, list[str]()
+    guide, num_run, failed = Guide(), 0, list[str]()
     began_s = time.process_time()
     while time.process_time() - began_s < seconds:
-        outcome = run_schedule(guide.schedule(num_run))
+        outcome = guide.run(num_run)
         if outcome.failures:
             failed.append(outcome.again)
             sys.stderr.write(f"{outcome.again}: {outcome.failures[0]}\n")
         num_run += 1
-        guide.coverage.add(outcome.coverage)
     took_s = time.process_time() - began_s
     result = summary(guide.coverage)
     if failed:

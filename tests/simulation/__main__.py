@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import count
 
-from tests.simulation.coverage import Coverage, report
+from tests.simulation.coverage import report
 from tests.simulation.guide import EVERY, Guide
 from tests.simulation.planted import PLANTED, planted
-from tests.simulation.run import Outcome, run_schedule
+from tests.simulation.run import Outcome
 from tests.simulation.schedule import Schedule
 from tests.simulation.shrink import shrunk
 
@@ -34,17 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--coverage", action="store_true")
     options = parser.parse_args(argv)
     is_one = options.schedules is None and options.seconds is None
-    guide = Guide(Coverage(), every=None if is_one or options.planted else EVERY)
+    every = None if is_one or options.planted else EVERY
+    guide = Guide(every=every, places=frozenset(options.at))
     num_run = failed = 0
     began = time.monotonic()
     with planted(options.planted) if options.planted else nullcontext():
         for seed in seeds(options.seed, options.schedules, options.seconds):
-            schedule = guide.schedule(seed)
-            if options.at:
-                schedule = replace(schedule, places=frozenset(options.at))
-            outcome = run_schedule(schedule, logs=options.trace)
+            outcome = guide.run(seed, logs=options.trace)
             num_run += 1
-            guide.coverage.add(outcome.coverage)
             if options.trace:
                 show_trace(outcome)
             if outcome.failures:

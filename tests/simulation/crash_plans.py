@@ -54,7 +54,7 @@ class AwaitCrashes:
         self._left = MAX_AT_AWAITS if schedule.await_rate or schedule.places else 0
         self._crashes: dict[str, Crash | None] = {}
         self._counts = Counter[str]()
-        self.met: list[str] = []
+        self.met: set[str] = set()
 
     @property
     def come(self) -> bool:
@@ -71,7 +71,7 @@ class AwaitCrashes:
         if self._counts[place] < crash.count:
             return None
         if crash.at in self._schedule.places:
-            self.met.append(crash.at)
+            self.met.add(crash.at)
         self._crashes[place] = None
         self._left -= 1
         return crash

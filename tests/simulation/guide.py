@@ -1,11 +1,12 @@
 """Crashes where none came yet: chance alone comes back to what it has met, and seldom meets the
 rest."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tests.simulation.coverage import Coverage, all_awaits, beyond, flush_beyond, name_of
 from tests.simulation.flushes import all_flushes
-from tests.simulation.schedule import Schedule, generate
+from tests.simulation.run import Outcome, run_schedule
+from tests.simulation.schedule import generate
 
 EVERY = 4
 """Schedules; those between are of chance alone, as crashes that come often and close together are
@@ -14,17 +15,19 @@ other runs than one crash is."""
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """coverage: of the schedules that have run; whoever runs them adds to it. every: so many
-    schedules have one that ends the service at places where no crash has come; None: none has."""
+    """coverage: of the schedules that have run. every: so many schedules have one that ends the
+    service at places where no crash has come; None: none has. places: where the others end it."""
 
-    coverage: Coverage
+    coverage: Coverage = field(default_factory=Coverage)
     every: int | None = EVERY
+    places: frozenset[str] = frozenset()
 
-    def schedule(self, seed: int) -> Schedule:
-        schedule = generate(seed)
-        if self.every is None or seed % self.every != self.every - 1:
-            return schedule
-        return replace(schedule, places=frozenset(map(name_of, uncrashed(self.coverage))))
+    def run(self, seed: int, *, logs: bool = False) -> Outcome:
+        is_guided = self.every is not None and seed % self.every == self.every - 1
+        places = map(name_of, uncrashed(self.coverage)) if is_guided else self.places
+        outcome = run_schedule(replace(generate(seed), places=frozenset(places)), logs=logs)
+        self.coverage.add(outcome.coverage)
+        return outcome
 
 
 def uncrashed(coverage: Coverage) -> list[str]:

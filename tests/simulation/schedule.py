@@ -228,8 +228,8 @@ class Schedule:
     def calm(self) -> "Schedule":
         """The same without any fault."""
         calm = replace(self, crashes=(), disk=(), jumps=(), aimed=(), at_awaits=(), outage=None)
-        calm = replace(calm, places=frozenset())
-        return replace(calm, network_rate=0.0, engine_rate=0.0, await_rate=0.0)
+        calm = replace(calm, await_rate=0.0, places=frozenset())
+        return replace(calm, network_rate=0.0, engine_rate=0.0)
 
 
 def generate(seed: int) -> Schedule:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation import world
 from tests.simulation.beyond import BEYOND, FLUSHES_BEYOND
-from tests.simulation.coverage import Coverage, beyond, name_of, named, places_on_disk
+from tests.simulation.coverage import beyond, name_of, named, places_on_disk
 from tests.simulation.flushes import all_flushes
 from tests.simulation.guide import Guide, uncrashed
 from tests.simulation.run import run_schedule
@@ -23,12 +23,11 @@ FIRST_SLOW_SEED = 1_000_000
 
 
 def run_for(seconds: float, first: int, num: int) -> None:
-    deadline, seed, guide = time.monotonic() + seconds, first, Guide(Coverage())
+    deadline, seed, guide = time.monotonic() + seconds, first, Guide()
     while time.monotonic() < deadline and seed - first < num:
-        outcome = run_schedule(guide.schedule(seed))
+        outcome = guide.run(seed)
         again = f"python -m tests.simulation {outcome.again}"
         assert not outcome.failures, f"{again}\n" + "\n".join(outcome.failures[:5])
-        guide.coverage.add(outcome.coverage)
         seed += 1
 
 
@@ -70,12 +69,11 @@ def test_a_seed_gives_the_same_run_again() -> None:
 
 def test_a_guided_schedule_ends_the_service_where_none_has() -> None:
     """And what it met gives the same run again, whatever else was looked for."""
-    guide = Guide(Coverage(), every=1)
+    guide = Guide(every=1)
     num_left, outcomes = [len(uncrashed(guide.coverage))], []
     for seed in range(3):
-        outcomes.append(run_schedule(guide.schedule(seed)))
+        outcomes.append(guide.run(seed))
         assert not outcomes[-1].failures
-        guide.coverage.add(outcomes[-1].coverage)
         num_left.append(len(uncrashed(guide.coverage)))
     assert all(before - after >= MAX_AT_AWAITS // 2 for before, after in pairwise(num_left))
     last = outcomes[-1]

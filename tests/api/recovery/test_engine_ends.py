@@ -208,18 +208,7 @@ class QuietlyMortal(Mortal):
     async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
         await super().create_model(model_id, base_model, lora)
         if self.num_ends == 1:
-            self.num_ends += 1
-            self._models.clear()
-
-
-async def test_an_engine_that_ends_between_two_operations_of_a_replay_is_a_delay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(snapshots, "SHARE", 0.0)
-    calm, backend = QuietlyMortal(), QuietlyMortal()
-    undisturbed = await trained_on(tmp_path / "0", calm, 0)
-    assert await trained_on(tmp_path / "1", backend, 1) == undisturbed
-    assert (calm.num_ends, backend.num_ends) == (0, 2)
+            self.end()
 
 
 class EndsOnceItIsBack(Mortal):
@@ -232,11 +221,12 @@ class EndsOnceItIsBack(Mortal):
         return super().numerics()
 
 
-async def test_an_engine_that_ends_as_a_model_is_back_is_a_delay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", (QuietlyMortal, EndsOnceItIsBack))
+async def test_an_engine_that_ends_while_a_model_comes_back_is_a_delay(
+    kind: type[Mortal], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshots, "SHARE", 0.0)
-    calm, backend = EndsOnceItIsBack(), EndsOnceItIsBack()
+    calm, backend = kind(), kind()
     undisturbed = await trained_on(tmp_path / "0", calm, 0)
     assert await trained_on(tmp_path / "1", backend, 1) == undisturbed
     assert (calm.num_ends, backend.num_ends) == (0, 2)
