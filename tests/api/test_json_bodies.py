@@ -28,16 +28,21 @@ async def post(api: Api, path: str, body: bytes) -> httpx.Response:
 
 
 async def test_others_are_answered_while_large_bodies_are_parsed(api: Api) -> None:
-    body = brackets(4 * MIB)
+    """By this process's CPU time between two answers, which others on the machine do not change:
+    whether on the event loop or in a thread that holds the GIL, a body parsed here counts in it."""
+    body = brackets(2 * MIB)
+    begun_s = time.process_time()
+    parse_json(body)
+    parsing_s = time.process_time() - begun_s
     sending = [asyncio.create_task(post(api, "/api/v1/asample", body)) for _ in range(4)]
     longest_s = 0.0
     while not all(task.done() for task in sending):
-        begun = time.perf_counter()
+        begun_s = time.process_time()
         assert (await api.http.get("/healthz")).status_code == 200
-        longest_s = max(longest_s, time.perf_counter() - begun)
         await asyncio.sleep(0.001)
+        longest_s = max(longest_s, time.process_time() - begun_s)
     assert {task.result().status_code for task in sending} == {422}
-    assert longest_s < 0.3  # on the event loop, or in a thread, each takes a second
+    assert longest_s < 0.5 * parsing_s
 
 
 async def test_a_large_body_means_what_a_small_one_does(api: Api) -> None:
