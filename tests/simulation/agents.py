@@ -82,7 +82,10 @@ class Agent:
     ) -> Told | None:
         """place: of a capture session, before the route."""
         body: dict[str, Any] = {"model": name, "max_tokens": MAX_TOKENS, "stream": "stream" in way}
-        if way == "completions":
+        if way == "train draft":
+            await self._send("POST", "/oai/api/v1/train_draft", {"model": name})
+            return None
+        if way.startswith("completions"):
             letters = messages[0]["content"]
             body |= {"prompt": [letters, letters[::-1]], "seed": step.seed}
             await self._send("POST", "/oai/api/v1/completions", body)
@@ -126,12 +129,11 @@ class Agent:
         if captured is None:
             return
         place = f"/captures/{captured.capture_id}/episodes/{step.seed % 3}"
-        ways = WAYS[:-2]  # the last are no chats
         messages: list[dict[str, str]] = []
         async with self._turns:
             for number in range(step.size + 1):
                 messages.append({"role": "user", "content": _letters(step.seed + number)})
-                way = ways[(step.seed // 8 + number) % len(ways)]
+                way = CHATS[(step.seed // 8 + number) % len(CHATS)]
                 told = await self._answer(way, place, BASES[0], messages, step)
                 if told is None:
                     return
@@ -193,15 +195,8 @@ class Agent:
         return None
 
 
-WAYS = (
-    "openai",
-    "openai stream",
-    "anthropic",
-    "anthropic stream",
-    "count",
-    "completions",
-    "verify",
-)
+CHATS = ("openai", "openai stream", "anthropic", "anthropic stream", "count")
+WAYS = (*CHATS, "completions", "completions stream", "verify", "train draft")
 PAGES = (
     "/readyz",
     "/health",

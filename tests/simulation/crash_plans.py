@@ -1,10 +1,14 @@
 """When crashes come: one after the other at counted events, or at awaits."""
 
+import random
 from collections import Counter
 from dataclasses import dataclass
 
 from tests.simulation.coverage import name_of
 from tests.simulation.schedule import MAX_AT_AWAITS, Crash, Schedule
+
+GAPS_S = (0.0, 1.0, 4.0)
+"""Of virtual time; without one, all of a schedule would come in its first second."""
 
 
 @dataclass(eq=False)
@@ -47,7 +51,7 @@ def plans_of(schedule: Schedule) -> list[CrashPlan]:
 
 class AwaitCrashes:
     """Those of a schedule's `await_rate` and `places`: each comes at the await or the flush that it
-    is for, once. met: those of `places` that came."""
+    is for, once, those of `places` some time apart. met: those of `places` that came."""
 
     def __init__(self, schedule: Schedule):
         self._schedule = schedule
@@ -55,23 +59,29 @@ class AwaitCrashes:
         self._crashes: dict[str, Crash | None] = {}
         self._counts = Counter[str]()
         self.met: set[str] = set()
+        self._gap_s = random.Random(f"{schedule.seed} gap").choice(GAPS_S)
+        self._not_before_s = 0.0
 
     @property
     def come(self) -> bool:
         return self._left > 0
 
-    def at(self, place: str) -> Crash | None:
+    def at(self, place: str, now_s: float) -> Crash | None:
         """The one that comes now, as a task waits at that place, or something is flushed there."""
         if place not in self._crashes:
             self._crashes[place] = self._schedule.crash_at(name_of(place))
         crash = self._crashes[place]
         if crash is None or not self._left:
             return None
+        is_guided = crash.at in self._schedule.places
+        if is_guided and now_s < self._not_before_s:
+            return None
         self._counts[place] += 1
         if self._counts[place] < crash.count:
             return None
-        if crash.at in self._schedule.places:
+        if is_guided:
             self.met.add(crash.at)
+            self._not_before_s = now_s + self._gap_s
         self._crashes[place] = None
         self._left -= 1
         return crash

@@ -38,6 +38,7 @@ LOSS = """{
     ]}
 }"""
 FINISHED = '{"target": {"sampling_session_id": "{sampler}"}, "timeout": 1}'
+CURVE = '{"points": [{"step": 1, "metrics": {"reward": 0.5}}]}'
 COPY = '{"source_path": "tinker://{run}/weights/{name}", "destination_project_id": "p"}'
 COPY_THERE = COPY.replace('"destination', '"session_id": "{session}", "destination')
 WINDOW = "starting_on=2023-11-14T00:00:00Z&ending_before=2023-11-20T00:00:00Z"
@@ -77,6 +78,8 @@ LOOKS = (
     Look("post", "sessions/search"),
     Look("post", "create_custom_loss", LOSS),
     Look("post", "retrieve_futures", FINISHED),
+    Look("post", "training_runs/{model}/metrics", CURVE),
+    Look("get", "training_runs/{model}/metrics"),
 )
 
 

@@ -322,7 +322,7 @@ class World:
         for place in suspended_at(task):
             if not is_command:
                 self._on_event("await", f"{place}: awaited")
-            crash = self._at_awaits.at(place)
+            crash = self._at_awaits.at(place, self.loop.now)
             self.coverage.met.add(place)
             if crash is not None and is_command and crash.kind == "kill":
                 self._commands.end(process)
@@ -396,7 +396,8 @@ class World:
 
     def _crash_at_flush(self, process: Process, places: list[str]) -> bool:
         """Whether one of the schedule came. places: of one flush."""
-        crashes = [crash for place in places if (crash := self._at_awaits.at(place)) is not None]
+        came = (self._at_awaits.at(place, self.loop.now) for place in places)
+        crashes = [crash for crash in came if crash is not None]
         if not crashes or self.server is None:
             return False
         self._look_for_next()
