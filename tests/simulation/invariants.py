@@ -198,7 +198,8 @@ def what_was_deleted_is_gone(world: "World") -> Iterator[str]:
         path = f"tinker://{model_id}/{segment}/{name}"
         if world.history.removed.get(path):
             yield f"{path} was deleted, and is on record"
-        if expires_at is not None and expires_at <= world.wall():
+        # By both: time goes on meanwhile, and the clock may be set back.
+        if expires_at is not None and expires_at <= min(world.cleaned_up_at, world.wall()):
             yield f"{path} has expired, and is on record"
 
 

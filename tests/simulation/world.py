@@ -54,6 +54,7 @@ class World:
         self.history = History()
         self.failures: list[str] = []
         self.is_begun_anew = False  # the server, after everything was at rest
+        self.cleaned_up_at = 0.0  # by the wall clock
         self.moments: dict[float, float] = {}
         """When it was what by the wall clock: no row can say, for that clock is set."""
         self.disk = Disk(place, self._on_disk)
@@ -224,6 +225,7 @@ class World:
     async def clean_up(self) -> None:
         """As the server does each minute."""
         assert self.server is not None
+        self.cleaned_up_at = self.wall()
         await self.server.services.checkpoints.remove_expired()
         await self.server.services.checkpoints.remove_unrecorded()
 
