@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.ports import reserved_port
+
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 60.0  # longer than `drain_s`
@@ -44,7 +46,7 @@ class Server:
     python: str = sys.executable
     folder: Path = ROOT
     module: str = "tinkercloud"
-    port: int = 0
+    port: int = field(default_factory=reserved_port)
     api_key: str = ""
     process: "subprocess.Popen[bytes] | None" = None
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from tests.cluster.ray_cluster import STORE_BYTES
+from tests.ports import reserved_port
 from tests.waiting import wait_for_line
 
 RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
@@ -24,18 +24,12 @@ def environment(home: Path, **variables: str) -> dict[str, str]:
     return {**inherited, "HOME": str(home), **variables}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Nodes:
     """Of one Ray. Folders of sockets are short-named: their paths may have 107 bytes."""
 
     def __init__(self, folder: Path, home: Path):
         self.home = home
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{reserved_port()}"
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -51,7 +45,7 @@ class Nodes:
         number = len(self._processes)
         log = self._folder / f"log{number}"
         ports = {
-            name: str(free_port())
+            name: str(reserved_port())
             for name in ("node-manager-port", "object-manager-port", "dashboard-agent-listen-port")
         }
         command = [

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tests import serving
 from tests.chat.live_server import MODEL, ScriptedBackend, live_server
+from tests.ports import reserved_port
 from tests.waiting import wait_for
 from tinkercloud.config import Config
 
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.joi
 def proxy(folder: Path, server_url: str, api_key: str) -> Iterator[httpx.Client]:
     """A client of nginx, over TLS, before a server."""
     certificate = certificate_in(folder)
-    port = free_port()
+    port = reserved_port()
     nginx = subprocess.Popen(["nginx", "-c", str(main_file(folder, server_url, port))])
     try:
         await_listener(nginx, port)
@@ -82,12 +83,6 @@ def main_file(folder: Path, server_url: str, port: int) -> Path:
         encoding="utf-8",
     )
     return file
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def await_listener(nginx: "subprocess.Popen[bytes]", port: int) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from tests.pool.pool_guard import guard
+from tests.ports import reserved_port, reserved_ports
 from tests.serving import QUIET, ROOT
 from tests.waiting import wait_for
-from tinkercloud.pool.child_process import free_port
 from tinkercloud.pool.pool_state import PoolFolder, PoolState
 
 LIMIT_S = 180.0
@@ -91,21 +91,12 @@ def fake_programs(folder: Path) -> dict[str, str]:
     return paths
 
 
-def ports(count: int) -> int:
-    """The first of several that are free."""
-    for _ in range(100):
-        first = free_port()
-        if first + count < 65536:
-            return first
-    raise AssertionError("no ports are free")
-
-
 def write_pool(
     folder: Path, models: list[dict[str, Any]], workers: list[dict[str, Any]], **coordinator: Any
 ) -> Pool:
     values = {
-        "coordinator": {"port": ports(1), **coordinator},
-        "workers": [{"start": "local", "port": ports(3), **worker} for worker in workers],
+        "coordinator": {"port": reserved_port(), **coordinator},
+        "workers": [{"start": "local", "port": reserved_ports(3), **worker} for worker in workers],
         "models": models,
     }
     path = folder / "pool.yaml"

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.pool.pool_guard import processes_of
-from tests.pool.pools import LIMIT_S, Pool, end, fake_programs, ports
+from tests.pool.pools import LIMIT_S, Pool, end, fake_programs
+from tests.ports import reserved_ports
 from tests.serving import QUIET, ROOT, command
 from tests.waiting import wait_for, wait_for_line
 
@@ -191,7 +192,7 @@ def test_a_worker_that_cannot_work_says_why(
 
 def test_a_worker_by_hand_with_a_key_answers_only_to_it(pool: Pool, tmp_path: Path) -> None:
     values = json.loads(pool.file.read_text())
-    port, key_file = ports(3), tmp_path / "worker.key"
+    port, key_file = reserved_ports(3), tmp_path / "worker.key"
     key_file.write_text("a-worker-s-key")
     values["workers"][0] |= {"start": "by_hand", "port": port}
     pool.file.write_text(json.dumps(values))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.pools import fake_programs, ports
+from tests.pool.pools import fake_programs
+from tests.ports import reserved_ports
 from tests.serving import command
 from tests.waiting import wait_for_line
 from tinkercloud.commands.pools.setup import write_pool
@@ -24,7 +25,7 @@ HERE = "127.0.0.0/30"
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of one that wants a key."""
     folder = tmp_path_factory.mktemp("worker")
-    port, log, key_file = ports(3), folder / "worker.log", folder / "key"
+    port, log, key_file = reserved_ports(3), folder / "worker.log", folder / "key"
     key_file.write_text(KEY)
     words = ["--listen", f"127.0.0.1:{port}", "--rpc-server", fake_programs(folder)["rpc"]]
     words += ["--device", "CPU", "--device", "CUDA0", "--key-file", str(key_file)]
