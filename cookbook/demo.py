@@ -11,16 +11,17 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from lib import interrupts
 from lib.options import MODEL, RecipeError
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 15.0
-INSIST_S = 2.0
 LOG = "server.log"  # in a server's folder
 TITLE = "SmolLM2-135M-Instruct on this machine, trained over the Tinker API"
 
@@ -42,15 +43,16 @@ class Running:
     process: "subprocess.Popen[bytes]"
     base_url: str = ""
     api_key: str = ""
+    has_ended: bool = False
+    _changing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def start(cls, scratch: Path, weights: Path) -> "Running":
-        """Raises RecipeError."""
+        """Raises RecipeError, Interrupted."""
         running = cls(scratch, weights, launch(scratch, weights))
         try:
             running.base_url, running.api_key = await_ready(running.process, scratch / LOG)
-        except BaseException as error:  # Ctrl-C too: nothing of it may be left behind
-            heard()
+        except BaseException as error:  # nothing of it may be left behind
             stop(running.process)
             if isinstance(error, RecipeError):
                 lines = tail(scratch / LOG)
@@ -63,61 +65,40 @@ class Running:
         self.process.wait()
 
     def restart(self) -> None:
-        """On the same port and data."""
+        """On the same port and data, unless it has ended; in any thread. Returns at once."""
         port = int(self.base_url.rpartition(":")[2])
-        self.process = launch(self.scratch, self.weights, port)
+        with self._changing:
+            if not self.has_ended:
+                self.process = launch(self.scratch, self.weights, port)
 
     def __enter__(self) -> "Running":
         return self
 
     def __exit__(self, *_: object) -> None:
-        heard()
-        stop(self.process)
+        with self._changing:
+            self.has_ended = True
+            stop(self.process)
 
 
 def main() -> int:
     args = _parser().parse_args()
-    end_when_asked()
+    interrupts.remember_signals()
     start_s = time.monotonic()
     try:
         with tempfile.TemporaryDirectory(prefix="tinkercloud-demo-") as scratch:
             weights = fetch_model()
             with Running.start(Path(scratch), weights) as server:
                 print(f"serving at {server.base_url}", flush=True)
-                picture = teach(server, args)
-    except KeyboardInterrupt:
-        heard()
+                picture = interrupts.run(lambda: teach(server, args))
+    except interrupts.Interrupted as ended:
         print("\nstopped", file=sys.stderr)
-        return 128 + signal.SIGINT
-    except SystemExit as ended:
-        heard()
-        return int(ended.code or 0)
+        return ended.status
     except RecipeError as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     print(f"\ndone in {time.monotonic() - start_s:.0f} s; both curves: {picture}")
     print(farewell())
     return 0
-
-
-def end_when_asked() -> None:
-    """Ctrl-C and SIGTERM end the demo, and with it its server.
-
-    Python drops an exception that is raised where nothing can catch it, in the callback of a weak
-    reference for instance. So it is raised again after INSIST_S, until it is `heard`.
-    """
-
-    def ask(number: int) -> NoReturn:
-        signal.signal(signal.SIGALRM, lambda *_: ask(number))
-        signal.setitimer(signal.ITIMER_REAL, INSIST_S)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, lambda number, _: ask(number))
-
-
-def heard() -> None:
-    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def end_process(status: int) -> NoReturn:
@@ -169,12 +150,13 @@ def teach(server: Running, args: argparse.Namespace) -> Path:
 
 
 def fetch_model() -> Path:
-    """The weights' path; fetched when they are not here, which the server would do as well."""
+    """The weights' path; fetched when they are not here, which the server would do as well.
+    Raises RecipeError, Interrupted."""
     command = [sys.executable, "-m", "tinkercloud", "fetch", "smollm2"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    match = re.search(r"^(.*) is here and whole$", done.stdout, re.M)
-    if done.returncode != 0 or match is None:
-        raise RecipeError(done.stdout.strip() or "the weights could not be fetched")
+    status, said = interrupts.output_of(command)
+    match = re.search(r"^(.*) is here and whole$", said, re.M)
+    if status != 0 or match is None:
+        raise RecipeError(said.strip() or "the weights could not be fetched")
     return Path(match[1])
 
 
@@ -192,9 +174,10 @@ def launch(scratch: Path, weights: Path, port: int = 0) -> "subprocess.Popen[byt
 
 
 def await_ready(process: "subprocess.Popen[bytes]", log: Path) -> tuple[str, str]:
-    """Its URL and its first key."""
+    """Its URL and its first key. Raises RecipeError, Interrupted."""
     deadline_s = time.monotonic() + START_LIMIT_S
     while True:
+        interrupts.check()
         written = log.read_text(errors="replace")
         url = re.search(r"^ready: (http://\S+)", written, re.M)
         key = re.search(r"^export TINKER_API_KEY=(\S+)", written, re.M)

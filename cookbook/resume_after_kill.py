@@ -9,13 +9,12 @@ the last bit.
 import argparse
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from demo import Running, end_when_asked, fetch_model, heard
-from lib import options, tasks
+from demo import Running, end_process, fetch_model
+from lib import interrupts, options, tasks
 from lib.evaluation import evaluate
 from lib.metrics import Metrics
 from lib.progress import Progress
@@ -37,14 +36,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> None:
-    end_when_asked()
-    with tempfile.TemporaryDirectory(prefix="tinkercloud-kill-") as scratch:
-        with Running.start(Path(scratch), fetch_model()) as server:
-            print("a run without a kill", flush=True)
-            plain, plain_answers = train(args, server, None)
-            print(f"the same run, and SIGKILL to the server in step {args.kill_at}", flush=True)
-            killed, killed_answers = train(args, server, args.kill_at)
-        heard()
+    interrupts.remember_signals()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="tinkercloud-kill-") as scratch,
+            Running.start(Path(scratch), fetch_model()) as server,
+        ):
+            both = interrupts.run(lambda: train_twice(args, server))
+    except interrupts.Interrupted as ended:
+        end_process(ended.status)
+    (plain, plain_answers), (killed, killed_answers) = both
     is_same = killed == plain and killed_answers == plain_answers
     print(
         "every loss and every answer is the same, to the last bit"
@@ -60,6 +61,13 @@ def run(args: argparse.Namespace) -> None:
     )
     if not is_same:
         raise options.RecipeError("the run with a kill is not the one without")
+
+
+def train_twice(args: argparse.Namespace, server: Running) -> list[tuple[list[float], list[Any]]]:
+    print("a run without a kill", flush=True)
+    plain = train(args, server, None)
+    print(f"the same run, and SIGKILL to the server in step {args.kill_at}", flush=True)
+    return [plain, train(args, server, args.kill_at)]
 
 
 def train(
@@ -80,17 +88,13 @@ def train(
             data_B = make_data(tinker, [tokenize(tokenizer, problem) for problem in next(batches)])
             backward = training.forward_backward(data_B, "cross_entropy")
             update = training.optim_step(tinker.AdamParams(learning_rate=args.learning_rate))
-            restarting = None
             if step == kill_at:
                 time.sleep(UNDERWAY_S)
                 server.kill(signal.SIGKILL)
                 print("killed; starting it again on the same data", flush=True)
-                restarting = threading.Thread(target=server.restart)
-                restarting.start()
+                server.restart()
             loss = backward.result().metrics["loss:sum"]
             update.result()
-            if restarting is not None:
-                restarting.join()
             metrics.add(step, loss=loss)
             progress.step(step, loss=loss)
         sampler = training.save_weights_and_get_sampling_client().result()

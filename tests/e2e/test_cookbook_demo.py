@@ -73,32 +73,74 @@ def test_an_interrupted_demo_ends_its_server_and_leaves_nothing(
     assert not list(tmp_path.glob("tinkercloud-demo-*"))
 
 
-@pytest.mark.parametrize(
-    ("how", "raised"), [("SIGINT", "KeyboardInterrupt"), ("SIGTERM", "SystemExit")]
-)
-def test_a_signal_whose_exception_python_drops_is_heard_all_the_same(how: str, raised: str):
-    script = f"""if True:
-        import demo, os, signal, time
+SIGNALS = pytest.mark.parametrize("how", ["SIGINT", "SIGTERM"])
+
+
+def cookbook_script(text: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """With the folder's modules."""
+    return subprocess.run(
+        [sys.executable, "-c", text, *arguments],
+        env={**os.environ, **QUIET, "PYTHONPATH": f"{ROOT / 'cookbook'}:{ROOT}"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@SIGNALS
+def test_a_signal_is_heard_without_a_word_where_python_would_drop_an_exception(how: str):
+    done = cookbook_script(f"""if True:
+        import os, signal, time
+        from lib import interrupts
         class Last:
             def __del__(self):
                 os.kill(os.getpid(), signal.{how})
-                time.sleep(0.1)
-        demo.end_when_asked()
+        interrupts.remember_signals()
         try:
             Last()
-            print("dropped", flush=True)
-            time.sleep(20)
-        except {raised}:
-            demo.heard()
-            time.sleep(1.5 * demo.INSIST_S)
-            print("heard once")
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "cookbook")},
-        capture_output=True, text=True, timeout=30,
-    )  # fmt: skip
-    assert done.stdout.split("\n") == ["dropped", "heard once", ""], done.stderr
+            interrupts.run(lambda: time.sleep(50))
+        except interrupts.Interrupted as ended:
+            print(ended.status)
+    """)
+    assert (done.stdout, done.stderr) == (f"{128 + signal.Signals[how]}\n", "")
+
+
+@SIGNALS
+def test_a_signal_before_the_server_is_started_leaves_none(how: str, tmp_path: Path):
+    done = cookbook_script(
+        f"""if True:
+        import demo, os, pathlib, signal, sys
+        demo.interrupts.remember_signals()
+        os.kill(os.getpid(), signal.{how})
+        try:
+            demo.Running.start(pathlib.Path(sys.argv[1]), pathlib.Path("weights"))
+        except demo.interrupts.Interrupted:
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                print("no child is left")
+        """,
+        str(tmp_path),
+    )
+    assert "no child is left" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "server.log").exists()  # it was started
+
+
+def test_a_server_that_was_ended_is_not_started_again(tmp_path: Path):
+    done = cookbook_script(
+        """if True:
+        import demo, os, pathlib, sys
+        scratch = pathlib.Path(sys.argv[1])
+        weights = scratch / "weights"
+        with demo.Running(scratch, weights, demo.launch(scratch, weights), "http://x:1") as server:
+            pass
+        server.restart()
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            print("no child is left")
+        """,
+        str(tmp_path),
+    )
+    assert "no child is left" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
