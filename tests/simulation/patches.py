@@ -187,7 +187,8 @@ def _watched_fsync(disk: Disk, plain: Callable[..., Any]) -> Callable[..., Any]:
         if not disk.holds(path):
             return plain(descriptor)
         disk.point("fsync", path)
-        disk.synced(path)
+        if path.exists():  # not of a file without a name
+            disk.synced(path)
         disk.point("after fsync", path)
 
     return watched

@@ -100,6 +100,16 @@ async def test_a_folder_that_became_read_only_is_named_and_serves_again_when_it_
     assert await names(database) == ["c"]
 
 
+async def test_a_probe_writes_each_time(database: Database, tmp_path: Path) -> None:
+    """SQLite leaves a row alone that is given the values that it has."""
+    log = tmp_path / "tinkercloud.db-wal"
+    sizes = []
+    for _ in range(3):
+        await database.probe()
+        sizes.append(log.stat().st_size)
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
 async def test_the_reading_connection_cannot_write(database: Database) -> None:
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         await database.all("DELETE FROM keys")

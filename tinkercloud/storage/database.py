@@ -7,6 +7,7 @@ from survives the end of the process, however it ends, and a power cut.
 
 import asyncio
 import logging
+import os
 import sqlite3
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -110,8 +111,9 @@ class Database:
         return row[0]
 
     async def probe(self) -> None:
-        """Write and commit a row that changes nothing. Raises StorageFailed."""
-        await self.write("UPDATE secrets SET value = value WHERE name = 'tokens'")
+        """Write and commit a row that nobody reads. Raises StorageFailed."""
+        # Another value each time: what a row has already SQLite does not write.
+        await self.write("INSERT OR REPLACE INTO secrets VALUES ('probe', ?)", os.urandom(16))
 
     async def all(self, sql: str, *values: Value) -> list[Row]:
         try:
