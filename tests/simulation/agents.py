@@ -5,12 +5,13 @@ do; that is another answer."""
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.simulation.history import Captured, Chat, History
+from tests.simulation.looks import links_of
 from tests.simulation.network import Answer, Network, NetworkError, Sent
 from tests.simulation.schedule import BASES, Step
 from tests.simulation.tokenizer import LETTERS
@@ -19,7 +20,11 @@ from tinker_gmi.connection.transport import JSON
 RETRIES_S = (0.5, 1.0, 4.0)
 TIMEOUT_S = 60.0
 FETCH_S = 3.0
+HURRIES_S = (0.01, 0.05, 0.3, 2.0)
 MAX_TOKENS = 3
+MANY = 9
+"""Of episodes; the service asks about eight at once."""
+REWARDED_S = 6.0
 WEBHOOK = "http://rewards.example/ask"
 
 
@@ -42,10 +47,13 @@ class Told:
 
 
 class Agent:
-    def __init__(self, user: str, network: Network, key: str, history: History):
+    """keys: of all users."""
+
+    def __init__(self, user: str, network: Network, keys: Mapping[str, str], history: History):
         self._user = user
         self._network = network
-        self._key = key
+        self._key = keys[user]
+        self.keys = keys
         self._history = history
         self._captures: list[Captured] = []
         self._turns = asyncio.Lock()  # an agent waits for its answer before it goes on
@@ -82,6 +90,8 @@ class Agent:
     ) -> Told | None:
         """place: of a capture session, before the route."""
         body: dict[str, Any] = {"model": name, "max_tokens": MAX_TOKENS, "stream": "stream" in way}
+        if way.endswith("left"):
+            return await self._leave(way, body, messages, step)
         if way == "train draft":
             await self._send("POST", "/oai/api/v1/train_draft", {"model": name})
             return None
@@ -105,6 +115,21 @@ class Agent:
         answer = await self._send("POST", f"{place}/anthropic/api/v1/messages", body)
         return None if answer is None else _told_by_anthropic(answer)
 
+    async def _leave(
+        self, way: str, body: dict[str, Any], messages: list[dict[str, str]], step: Step
+    ) -> None:
+        """As somebody who asks for a stream and closes the window."""
+        route = ROUTES[way.partition(" ")[0]]
+        if way.startswith("completions"):
+            letters = messages[0]["content"]
+            body["prompt"] = [letters] * step.size
+        else:
+            body["messages"] = messages
+        headers = {"x-api-key": self._key, "content-type": JSON, "accept": "*/*"}
+        sent = Sent("POST", route, headers, json.dumps(body).encode())
+        with suppress(NetworkError):
+            await self._network.request(sent, HURRIES_S[step.target % len(HURRIES_S)])
+
     # ---- capture sessions
 
     async def _open(self, step: Step, known: Known) -> None:
@@ -120,15 +145,31 @@ class Agent:
             self._captures.append(captured)
             self._history.captures.append(captured)
 
+    async def be_rewarded(self, step: Step, known: Known) -> None:
+        """By a webhook, for episodes that were left open; some more than are asked about at
+        once."""
+        num_before = len(self._captures)
+        await self._open(replace(step, seed=step.seed // 2 * 2), known)
+        if len(self._captures) == num_before:
+            return
+        captured = self._captures[-1]
+        for episode in range(MANY if step.size == 3 else step.size):
+            await self._converse_in(
+                captured, episode, replace(step, size=1, seed=step.seed + 8 * episode)
+            )
+        await asyncio.sleep(REWARDED_S * step.size)
+
     def _capture(self, step: Step) -> Captured | None:
         return self._captures[step.target % len(self._captures)] if self._captures else None
 
     async def _converse(self, step: Step) -> None:
         """An episode of so many turns."""
         captured = self._capture(step)
-        if captured is None:
-            return
-        place = f"/captures/{captured.capture_id}/episodes/{step.seed % 3}"
+        if captured is not None:
+            await self._converse_in(captured, step.seed % 3, step)
+
+    async def _converse_in(self, captured: Captured, episode: int, step: Step) -> None:
+        place = f"/captures/{captured.capture_id}/episodes/{episode}"
         messages: list[dict[str, str]] = []
         async with self._turns:
             for number in range(step.size + 1):
@@ -172,16 +213,25 @@ class Agent:
         if answer is not None:
             captured.rewards[json.loads(answer.body)["target"], body["key"]] = body["value"]
 
+    async def have_shared(self, path: str, owner: str) -> None:
+        """By the owner of a checkpoint. path: of the API."""
+        await self._send("POST", path, {}, self.keys[owner])
+
     async def fetch(self, path: str) -> None:
-        """Once, and not longer than a few seconds: some answers have no end."""
+        """Once, and not longer than a few seconds: some answers have no end. Then what it links
+        to."""
         headers = {"x-api-key": self._key, "accept": "*/*"}
         with suppress(NetworkError):
-            await self._network.request(Sent("GET", path, headers, b""), FETCH_S)
+            answer = await self._network.request(Sent("GET", path, headers, b""), FETCH_S)
+            for link in links_of(path, answer):
+                await self.fetch(link)
 
-    async def _send(self, method: str, path: str, body: object = None) -> Answer | None:
-        """None: refused, or given up."""
+    async def _send(
+        self, method: str, path: str, body: object = None, key: str | None = None
+    ) -> Answer | None:
+        """None: refused, or given up. key: another one than its own."""
         content = b"" if body is None else json.dumps(body).encode()
-        headers = {"x-api-key": self._key, "content-type": JSON, "accept": "*/*"}
+        headers = {"x-api-key": key or self._key, "content-type": JSON, "accept": "*/*"}
         for delay_s in RETRIES_S:
             try:
                 sent = Sent(method, path, headers, content)
@@ -195,8 +245,14 @@ class Agent:
         return None
 
 
+ROUTES = {
+    "openai": "/oai/api/v1/chat/completions",
+    "anthropic": "/anthropic/api/v1/messages",
+    "completions": "/oai/api/v1/completions",
+}
 CHATS = ("openai", "openai stream", "anthropic", "anthropic stream", "count")
-WAYS = (*CHATS, "completions", "completions stream", "verify", "train draft")
+LEFT = tuple(f"{name} stream left" for name in ROUTES)
+WAYS = (*CHATS, "completions", "completions stream", "verify", "train draft", *LEFT)
 PAGES = (
     "/readyz",
     "/health",

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,9 +13,12 @@ from tests.simulation.history import History, Request
 from tests.simulation.schedule import VOCAB_SIZE, Step
 from tests.simulation.wires import Refused, Wire
 from tinker_gmi.connection.transport import JSON
+from tinkercloud.core.types import ProvenanceSpan, RecordedSequence
+from tinkercloud.losses.custom.graph import CUSTOM
 from tinkercloud.wire.codec import (
     ForwardBackwardRequest,
     WireDatum,
+    decode_sample_output,
     encode_forward_backward_request,
 )
 
@@ -35,7 +39,7 @@ async def take_number(history: History, wire: Wire, user: str, step: Step) -> No
     """By mistake, of a step or a sample that has it: nothing comes of that."""
     others = {"optim_step": '"learning_rate": 9.5', "sample": '"max_tokens": 4'}
     known = [each for each in history.requests if each.user == user and each.is_acknowledged]
-    taken = [each for each in known if each.kind in others]
+    taken = [each for each in known if each.kind in others and each.seq_id is not None]
     if taken:
         request = taken[step.seed % len(taken)]
         path, content, kind = request.post
@@ -45,19 +49,23 @@ async def take_number(history: History, wire: Wire, user: str, step: Step) -> No
             await wire.post(path, other.encode(), kind)
 
 
-def sample_request(user: str, sampler_id: str, number: int, step: Step) -> Request:
+def sample_request(
+    user: str, sampler_id: str, number: int | None, step: Step, **others: Any
+) -> Request:
+    """others: of its body, in place of what it has."""
     params: dict[str, Any] = {"max_tokens": 3, "temperature": 1.0, "stop": []}
     if step.seed % 5:
         params["seed"] = step.seed
     body: dict[str, Any] = {
         "sampling_session_id": sampler_id,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1 + step.seed % 20, 3, 5]}]},
+        "prompt": prompt_of([1 + step.seed % 20, 3, 5]),
         "sampling_params": params,
         "num_samples": step.size,
         "seq_id": number,
     }
     if step.seed % 7 == 0:
         body["record_stability_info"] = True
+    body |= others
     request = Request(user, "sample", sampler_id, number, body)
     request.post = ("asample", json.dumps(body).encode(), JSON)
     return request
@@ -66,9 +74,45 @@ def sample_request(user: str, sampler_id: str, number: int, step: Step) -> Reque
 def batch(request: Request, numbers: random.Random, *, forward_only: bool) -> bytes:
     data = tuple(_datum(numbers) for _ in range(numbers.choice((1, 2))))
     wire = ForwardBackwardRequest(
-        request.owner, request.seq_id, data, "cross_entropy", forward_only=forward_only
+        request.owner, request.seq_id or 0, data, "cross_entropy", forward_only=forward_only
     )
     return encode_forward_backward_request(wire)
+
+
+def prompt_of(tokens: Sequence[int]) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
+
+
+def custom_loss(request: Request, loss_id: str) -> bytes:
+    data = (_datum(random.Random(request.seq_id)),)
+    return encode_forward_backward_request(
+        ForwardBackwardRequest(
+            request.owner, request.seq_id or 0, data, CUSTOM, {"loss_id": loss_id}
+        )
+    )
+
+
+def record_batch(request: Request, sample: Request, numbers: random.Random) -> bytes:
+    """To train on the first sequence of a sample that is on record."""
+    sequence = decode_sample_output(sample.results[0][2]).sequences[0]
+    name = f"{sample.request_ids[0]}:0"
+    prompt = np.array(sample.body["prompt"]["chunks"][0]["tokens"], np.int32)
+    record = RecordedSequence(prompt, sequence.tokens, sequence.logprobs)
+    request.records = {name: record}
+    tokens = np.concatenate([prompt, sequence.tokens]).astype(np.int32)
+    num_prompt, num_sampled = len(prompt), len(sequence.tokens)
+    advantages = np.zeros(len(tokens) - 1, np.float32)
+    advantages[num_prompt - 1 :] = [numbers.random() for _ in range(num_sampled)]
+
+    def spans(offset: int, num: int) -> tuple[ProvenanceSpan, ...]:
+        of_prompt = ProvenanceSpan("prompt", name, offset, num_prompt - offset)
+        return of_prompt, ProvenanceSpan("sampled", name, 0, num)
+
+    inputs = {"target_tokens": tokens[1:].astype(np.int64), "advantages": advantages}
+    datum = WireDatum((tokens[:-1],), inputs, spans(0, num_sampled - 1), spans(1, num_sampled))
+    return encode_forward_backward_request(
+        ForwardBackwardRequest(request.owner, request.seq_id or 0, (datum,), "stable_reinforce")
+    )
 
 
 def _datum(numbers: random.Random) -> WireDatum:

@@ -15,7 +15,7 @@ from tests.simulation.agents import Agent, Known
 from tests.simulation.bodies import batch, sample_request, take_number
 from tests.simulation.handles import Model, Sampler
 from tests.simulation.history import History, Request
-from tests.simulation.looks import LOOKS, Named, filled, links_of
+from tests.simulation.looks import LINKS, LOOKS, Named, filled
 from tests.simulation.schedule import AGENT_WEIGHTS, BASES, Step
 from tests.simulation.wires import PROTOBUF, Refused, Wire
 
@@ -54,7 +54,10 @@ class Client:
             await poll
 
     async def _do(self, step: Step) -> None:
-        actions: dict[str, Callable[[Step], Awaitable[None]]] = {
+        await self._actions().get(step.kind, self._operate)(step)
+
+    def _actions(self) -> dict[str, Callable[[Step], Awaitable[None]]]:
+        return {
             "forward_backward": self._forward_backward,
             "forward": self._forward_backward,
             "take_number": self._take_number,
@@ -74,7 +77,6 @@ class Client:
             "wait": self._wait,
             "pause": self._pause,
         }
-        await actions.get(step.kind, self._operate)(step)
 
     # ---- numbered requests
 
@@ -219,7 +221,7 @@ class Client:
             if request.user == self._user
             and request.kind in ("save_sampler", "save_state")
             and not request.body.get("overwrite")
-            and _is_done(request)
+            and is_done(request)
         ]
         if paths:
             await self._new_sampler({"model_path": paths[step.seed % len(paths)]})
@@ -339,9 +341,10 @@ class Client:
                 await self._leniently(self._wire.post(path, body))
 
     async def _look_at(self, path: str) -> None:
-        answer = await self._leniently(self._wire.get(path))
-        for link in [] if answer is None else links_of(path, answer):
-            await self._agent.fetch(link)
+        if path.endswith(LINKS):
+            await self._agent.fetch(f"/api/v1/{path}")
+        else:
+            await self._leniently(self._wire.get(path))
 
     async def _intrude(self, step: Step) -> None:
         """Ask for another user's result, and train another's model."""
@@ -355,14 +358,17 @@ class Client:
         if answer is not None:
             self._history.intrusions.append(f"{self._user} reads {request.kind} of {request.user}")
 
-    async def _have_agent_do(self, step: Step) -> None:
-        """Beside what follows."""
+    def _known(self) -> Known:
         ready = [each for each in self._samplers if each.ready.done() and each.ready.result()]
         samplers = [each.sampler_id for each in ready]
         paths = [path for model in self._models for path, _, _ in model.saved]
         runs = [model.model_id for model in self._models]
-        known = Known([*BASES, *samplers, *paths], samplers, runs)
-        self._polls.append(asyncio.ensure_future(self._agent.do(step, known)))
+        names = [*BASES, *samplers, *paths, *(f";{path}" for path in paths)]
+        return Known(names, samplers, runs)
+
+    async def _have_agent_do(self, step: Step) -> None:
+        """Beside what follows."""
+        self._polls.append(asyncio.ensure_future(self._agent.do(step, self._known())))
 
     async def _leniently(self, call: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
         try:
@@ -382,5 +388,5 @@ async def _at_once() -> bool:
     return True
 
 
-def _is_done(request: Request) -> bool:
+def is_done(request: Request) -> bool:
     return bool(request.results) and request.results[0][0] == "completed"

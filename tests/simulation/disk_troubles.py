@@ -33,9 +33,9 @@ class DiskTroubles:
     def end(self) -> None:
         self._now = None
 
-    def count(self) -> None:
+    def count(self, label: str) -> None:
         """One more change of the disk."""
-        self._num_changes += 1
+        self._num_changes += bool(self._left) and label.startswith(self._left[0].at)
 
     def refused(self, label: str) -> OSError | None:
         """What a change of the disk ends with."""

@@ -13,7 +13,7 @@ from typing import Any
 from tests.simulation import tokenizer
 from tests.simulation.loop import Process, SimulatedLoop, in_process
 from tests.simulation.schedule import BASES, VOCAB_SIZE, EngineFate
-from tinkercloud.backends.base import Backend
+from tinkercloud.backends.base import Backend, MakeRoom
 from tinkercloud.backends.fake import TINY, FakeBackend
 from tinkercloud.backends.fake_model import NUM_BUCKETS, BaseWeights
 from tinkercloud.config import Config
@@ -30,9 +30,11 @@ from tinkercloud.core.types import (
     TrainOutput,
     WeightsSource,
 )
-from tinkercloud.errors import EngineDied, TinkercloudError
+from tinkercloud.errors import EngineDied, MemoryShort, TinkercloudError
 
 FREEING = ("delete_model", "release")
+WITH_ROOM = ("create_model", "load_model", "forward_backward", "publish", "restore_state")
+"""As of the embedded engine: where memory is short for these, others are asked to make room."""
 OUT_OF_MEMORY = "the engine ran out of memory for this operation"
 
 
@@ -87,6 +89,7 @@ class SimulatedEngine(Backend):
         self._pending: dict[asyncio.Future[Any], None] = {}
         self._incarnation = -1
         self._operation_s = operation_s
+        self._make_room: MakeRoom = _nothing_to_free
         self.other_numerics_from: int | None = None
         self.process = Process("engine")
         self.inner = SmallFakeBackend()
@@ -141,6 +144,14 @@ class SimulatedEngine(Backend):
     # ---- messages
 
     async def _call(self, name: str, *args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return await self._call_once(name, *args, **options)
+            except MemoryShort:
+                if not await self._make_room():
+                    raise
+
+    async def _call_once(self, name: str, *args: Any, **options: Any) -> Any:
         while not self._up.is_set():
             await self._up.wait()
         self._number += 1
@@ -171,6 +182,8 @@ class SimulatedEngine(Backend):
             if name == "write_state":
                 self.inner._copies.pop(args[0], None)  # by contract it is gone where this fails
             self._answer(future, name, None, TinkercloudError(OUT_OF_MEMORY))
+        elif fate == "memory short" and name in WITH_ROOM:
+            self._answer(future, name, None, MemoryShort("this", 2**20, 0))
         else:
             self._loop.create_task(self._serve(future, fate, name, args, options))
 
@@ -214,6 +227,9 @@ class SimulatedEngine(Backend):
 
     # ---- the contract
 
+    def use_for_room(self, make_room: MakeRoom) -> None:
+        self._make_room = make_room
+
     async def create_model(self, model_id: str, base_model: str, lora: LoraSpec) -> None:
         await self._call("create_model", model_id, base_model, lora)
 
@@ -247,6 +263,9 @@ class SimulatedEngine(Backend):
     ) -> SampleOutput:
         return await self._call("sample", version, request, on_tokens=on_tokens)
 
+    async def train_draft(self, base_model: str) -> None:
+        await self._call("train_draft", base_model)
+
     def incarnation(self) -> int | None:
         return self._incarnation
 
@@ -268,6 +287,10 @@ class SimulatedEngine(Backend):
 
     def stats(self) -> dict[str, float | int | str]:
         return {"backend": "simulated"}
+
+
+async def _nothing_to_free() -> bool:
+    return False
 
 
 def _fail(pending: list[Any]) -> None:

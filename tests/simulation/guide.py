@@ -4,9 +4,9 @@ rest."""
 from dataclasses import dataclass, field, replace
 
 from tests.simulation.coverage import Coverage, all_awaits, beyond, flush_beyond, name_of
+from tests.simulation.drawing import generate
 from tests.simulation.flushes import all_flushes
 from tests.simulation.run import Outcome, run_schedule
-from tests.simulation.schedule import generate
 
 EVERY = 4
 """Schedules; those between are of chance alone, as crashes that come often and close together are

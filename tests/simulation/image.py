@@ -10,8 +10,6 @@ from tests.simulation.schedule import USERS
 from tinkercloud.storage.keys import UNLIMITED, KeyStore, Quota
 
 MEMORY = Path("/dev/shm")
-QUOTAS = (UNLIMITED, Quota(models=10**6, memory_bytes=10**18, checkpoint_bytes=10**18))
-"""Of the users: none, and some that are counted and never met."""
 
 
 def scratch() -> Path:
@@ -23,10 +21,15 @@ def scratch() -> Path:
 
 
 @cache
-def prepared() -> tuple[Path, dict[str, str]]:
-    """The folder, and the users' keys."""
+def prepared(checkpoint_bytes: int) -> tuple[Path, dict[str, str]]:
+    """The folder, and the users' keys. checkpoint_bytes: the second user's quota, whose others are
+    counted and never met; the first one has none."""
+    counted = Quota(models=10**6, memory_bytes=10**18, checkpoint_bytes=checkpoint_bytes)
     folder = scratch() / "image"
     store = KeyStore(folder)
-    keys = {user: store.add(user, quota=quota) for user, quota in zip(USERS, QUOTAS, strict=True)}
+    keys = {
+        user: store.add(user, quota=quota)
+        for user, quota in zip(USERS, (UNLIMITED, counted), strict=True)
+    }
     store.close()
     return folder, keys

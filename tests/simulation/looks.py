@@ -1,9 +1,11 @@
 """Requests beside those with numbers: what scripts, consoles and operators ask meanwhile. Their
 answers are not compared; a crash may come in each of them."""
 
+import json
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
+
+from tests.simulation.network import Answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ FINISHED = '{"target": {"sampling_session_id": "{sampler}"}, "timeout": 1}'
 CURVE = '{"points": [{"step": 1, "metrics": {"reward": 0.5}}]}'
 COPY = '{"source_path": "tinker://{run}/weights/{name}", "destination_project_id": "p"}'
 COPY_THERE = COPY.replace('"destination', '"session_id": "{session}", "destination')
+YEARS = '{"ttl_seconds": 100000000}'
 WINDOW = "starting_on=2023-11-14T00:00:00Z&ending_before=2023-11-20T00:00:00Z"
 """Around the beginning of time."""
 LOOKS = (
@@ -68,7 +71,7 @@ LOOKS = (
     Look("get", "training_runs/{run}/checkpoints/weights/{name}/external_weights_urls"),
     Look("get", "auth/apikey/me"),
     Look("get", "retrieve_future/{request}"),
-    Look("put", "training_runs/{run}/checkpoints/weights/{name}/ttl", '{"ttl_seconds": null}'),
+    Look("put", "training_runs/{run}/checkpoints/weights/{name}/ttl", YEARS),
     Look("put", "sessions/{session}/project", '{"project_id": "p"}'),
     Look("post", "create_sampling_client", '{"base_model": "sim/small"}'),
     Look("post", "copy_weights", COPY),
@@ -87,11 +90,12 @@ LINKS = ("trace_export", "archive", "external_weights_urls")
 """Whose answers name what to read next."""
 
 
-def links_of(path: str, answer: dict[str, Any]) -> list[str]:
+def links_of(path: str, answer: Answer) -> list[str]:
     """From the root of the server."""
-    if not path.endswith(LINKS):
+    if not path.endswith(LINKS) or answer.status >= 400:
         return []
-    urls = [answer["url"]] if "url" in answer else list(answer["urls"].values())
+    body = json.loads(answer.body)
+    urls = [body["url"]] if "url" in body else list(body["urls"].values())
     return [urlsplit(url)._replace(scheme="", netloc="").geturl() for url in urls]
 
 

@@ -210,6 +210,9 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
             self._processes[process] = None
         return task
 
+    def get_task_factory(self) -> None:
+        return None
+
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         """What a thread would do is done at some later moment, at once."""
         future = self.create_future()

@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp, Message
 
-from tests.simulation.loop import Process, SimulatedLoop, in_process
+from tests.simulation.engine import OUT_OF_MEMORY
+from tests.simulation.loop import PROCESS, Process, SimulatedLoop, in_process
 from tests.simulation.schedule import NetworkFate, Outage
 
 
@@ -112,7 +113,8 @@ class Network:
         else:
             self._loop.call_later(self._latency_s() + slow_s, self._arrive, exchange)
         if fate == "duplicate":
-            self._loop.call_later(self._choices.expovariate(0.5), self._arrive_again, exchange)
+            rate = self._choices.choice((0.5, 300.0))  # often just behind it
+            self._loop.call_later(self._choices.expovariate(rate), self._arrive_again, exchange)
         try:
             async with asyncio.timeout(timeout_s):
                 return await exchange.answer
@@ -145,12 +147,21 @@ class Network:
         self._arrive(copy)
 
     async def _serve(self, app: ASGIApp, exchange: _Exchange) -> None:
-        conversation = _Conversation(exchange)
-        await app(_scope(exchange.sent), conversation.receive, conversation.send)
+        conversation, process = _Conversation(exchange), PROCESS.get()
+        try:
+            await app(_scope(exchange.sent), conversation.receive, conversation.send)
+        except Exception as error:  # noqa: BLE001 - as a server does; a run with problems fails
+            # Not of what was hung up: what it needs is closed, and nobody hears of it.
+            if process.alive and exchange in self._open:
+                self._loop.problems.append(f"{exchange.sent.path} raised {error!r}")
+        is_open = exchange in self._open
         self._open.pop(exchange, None)
         if exchange.fate in ("lose answer", "cut") or conversation.answer is None:
             self._fail(exchange, "read")
             return
+        body = conversation.answer.body
+        if is_open and conversation.answer.status == 500 and OUT_OF_MEMORY.encode() not in body:
+            self._loop.problems.append(f"{exchange.sent.path} was answered {body!r}")
         self._on_message("answer", exchange.sent.path)
         if conversation.answer.tells_failure:
             self._on_message("failed", exchange.sent.path)
@@ -200,6 +211,7 @@ class _Conversation:
             self._start = message
             return
         self._body += message.get("body", b"")
+        await asyncio.sleep(0.0)  # others go on, and it may be cancelled
         if not message.get("more_body", False):
             assert self._start is not None
             headers = dict(self._start["headers"])

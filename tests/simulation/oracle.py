@@ -14,6 +14,7 @@ from tests.simulation.tokenizer import text_of, tokens_of
 from tinker_gmi.types import EncodedTextChunk, ModelInput, SampleRequest, SamplingParams
 from tinkercloud.backends.fake_model import ModelState, Published
 from tinkercloud.backends.fake_sampling import draw_samples
+from tinkercloud.core.custom_batch import custom_batch
 from tinkercloud.core.types import AdamParams, LoraSpec, SampleOutput, TrainOutput
 from tinkercloud.errors import TinkercloudError
 from tinkercloud.services.common.bodies import protobuf_call
@@ -96,7 +97,11 @@ class Oracle:
             case "forward_backward" | "forward":
                 raw = protobuf_call(request.post[1]).raw
                 converter = self.catalog.converter(self.models[model_id].base_model)
-                return await self.backend.forward_backward(model_id, converter.train_batch(raw))
+                if request.custom_loss is None:
+                    batch = converter.train_batch(raw, request.records)
+                else:
+                    batch = custom_batch(converter, raw, request.custom_loss)
+                return await self.backend.forward_backward(model_id, batch)
             case "optim_step":
                 result = await self.backend.optim_step(model_id, AdamParams(**body["adam_params"]))
                 self.steps.setdefault(model_id, []).append(self.models[model_id])

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import anyio.to_thread
+
 from tests.simulation.disk import Disk
 from tests.simulation.loop import SimulatedLoop
 from tinkercloud.services.captures.webhook_sender import WebhookFailed, WebhookSender
@@ -50,7 +52,13 @@ def simulated(
     """wall: the clock that may be set. entropy: what the machine's random numbers are made of.
     all_is_large: the service does in threads what it does so where requests are large."""
     with ExitStack() as stack:
-        values = [*_clocks(loop, wall), *_randomness(entropy), *_refused(), _rewards()]
+        values = [
+            *_clocks(loop, wall),
+            *_randomness(entropy),
+            *_refused(),
+            _rewards(),
+            _threads(loop),
+        ]
         if all_is_large:
             values += [(module, name, 0) for module, name in INLINE]
         for target, name, value in values:
@@ -96,6 +104,15 @@ def _refused() -> list[tuple[Any, str, Any]]:
     ]
 
 
+def _threads(loop: SimulatedLoop) -> tuple[Any, str, Any]:
+    """Of files that are sent."""
+
+    async def run_sync(function: Callable[..., Any], *args: object, **options: object) -> Any:
+        return await loop.run_in_executor(None, function, *args)
+
+    return anyio.to_thread, "run_sync", run_sync
+
+
 def _rewards() -> tuple[Any, str, Any]:
     """Of a webhook elsewhere, which is slow, and now and then out of order."""
 
@@ -119,10 +136,22 @@ def _files(disk: Disk) -> list[tuple[Any, str, Any]]:
         (os, "replace", _watched_rename(disk, os.replace)),
         *((os, name, remove) for name in ("unlink", "remove")),
         (os, "rmdir", rmdir),
+        (os, "utime", _timed(os.utime)),
         (os, "fsync", _watched_fsync(disk, os.fsync)),
         (shutil, "rmtree", _watched_rmtree(disk, remove, rmdir)),
     ]
     return [*names, (io, "open", opens), (builtins, "open", opens)]
+
+
+def _timed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """When something was used last, by the clock of the run."""
+
+    def timed(path: Any, times: Any = None, **options: Any) -> None:
+        if times is None and not options:
+            times = (time.time(),) * 2
+        plain(path, times, **options)
+
+    return timed
 
 
 def _watched_open(disk: Disk, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,6 +204,7 @@ def _watched_rename(disk: Disk, plain: Callable[..., Any]) -> Callable[..., Any]
             return plain(source, target, **options)
         disk.point("rename", Path(target))
         plain(source, target, **options)
+        os.utime(target)  # by the clock of the run
         disk.moved(Path(source), Path(target))
         disk.point("after rename", Path(target))
 

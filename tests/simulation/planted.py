@@ -12,9 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.simulation import sqlite
+from tests.simulation.drawing import generate
 from tests.simulation.engine import SimulatedEngine, SmallFakeBackend
 from tests.simulation.run import run_schedule
-from tests.simulation.schedule import Schedule, generate
+from tests.simulation.schedule import Schedule
 from tinkercloud import flushing
 from tinkercloud.core.lane import LaneOrder
 from tinkercloud.core.lanes import wait_for_event

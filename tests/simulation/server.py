@@ -4,6 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.loop import Process, in_process
+from tests.simulation.schedule import USERS
 from tinkercloud.app import create_app
 from tinkercloud.config import Config
 
@@ -31,7 +32,11 @@ class Server:
             hold_s=10.0,
             idle_model_s=world.schedule.idle_model_s,
             archive_bytes=world.schedule.archive_bytes,
+            archive_days=world.schedule.archive_days,
             session_ttl_s=world.schedule.session_ttl_s,
+            published_bytes=world.schedule.published_bytes,
+            drain_s=world.schedule.drain_s,
+            metrics_users=USERS[0],
             result_ttl_s=1e7,
             capture_ttl_s=1e7,
             reward_hosts="rewards.example:80",

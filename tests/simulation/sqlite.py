@@ -6,6 +6,7 @@ that ends loses it, as a machine does. `aiosqlite` gives each connection a threa
 does one thing after another, each at some later moment.
 """
 
+import asyncio
 import random
 import sqlite3
 from collections import deque
@@ -314,6 +315,7 @@ class Connector:
 
     async def connect_async(self, path: Path) -> Any:
         connection = self._open(path, autocommit=True, named=True)
+        await asyncio.sleep(self._delay_s())
         return AsyncConnection(connection, self._loop, self._delay_s)
 
     def _open(self, path: Path, *, autocommit: bool, named: bool) -> Connection:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.simulation.drawing import generate
 from tests.simulation.planted import PLANTED, finds, planted, seeds_for
 from tests.simulation.run import run_schedule
-from tests.simulation.schedule import generate
 from tinkercloud.core.lane import LaneOrder
 
 MAX_SCHEDULES = 2000

@@ -1,5 +1,6 @@
 """The service keeps its promises whatever ends, is lost, or comes twice."""
 
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,11 +11,12 @@ import pytest
 
 from tests.simulation import world
 from tests.simulation.beyond import BEYOND, FLUSHES_BEYOND
-from tests.simulation.coverage import beyond, name_of, named, places_on_disk
+from tests.simulation.coverage import ROOMS, ROOT, beyond, name_of, named, places_on_disk
+from tests.simulation.drawing import generate
 from tests.simulation.flushes import all_flushes
 from tests.simulation.guide import Guide, uncrashed
 from tests.simulation.run import run_schedule
-from tests.simulation.schedule import MAX_AT_AWAITS, generate
+from tests.simulation.schedule import MAX_AT_AWAITS
 from tinkercloud.services.recovery.returns import CannotComeBack, Return
 
 FAST_S, SLOW_S = 90.0, 1200.0
@@ -88,7 +90,7 @@ def test_what_is_beyond_the_simulation_is_there() -> None:
     assert set(beyond().values()) == set(BEYOND.values())
     for (file, _), why in BEYOND.items():
         places = [place for place, reason in beyond().items() if reason == why]
-        assert any(place.startswith(f"tinkercloud/{file}:") for place in places)
+        assert any(place.startswith(f"tinkercloud/{file}") for place in places)
     for part in FLUSHES_BEYOND:
         assert any(part in place for place in all_flushes())
 
@@ -125,6 +127,13 @@ def test_a_place_is_named_by_its_function(tmp_path: Path) -> None:
     file = "fsync at tinkercloud/services/checkpoints/checkpoint_files.py"
     assert name_of(f"{file}:1").startswith(f"{file}, ")
     assert name_of("fsync of a commit: INSERT futures") == "fsync of a commit: INSERT futures"
+
+
+def test_no_default_holds_the_clock_of_the_machine() -> None:
+    """It would be bound before a run replaces it."""
+    rooms = (path for room in ROOMS for path in (ROOT / "tinkercloud" / room).rglob("*.py"))
+    held = re.compile(r"default_factory=time\.")
+    assert not [path for path in rooms if held.search(path.read_text(encoding="utf-8"))]
 
 
 def test_a_schedule_has_thirty_operations_of_two_users_and_a_crash() -> None:

@@ -16,7 +16,6 @@ from typing import Any
 from tests.simulation import image, sqlite
 from tests.simulation.agents import Agent
 from tests.simulation.bodies import draw_late
-from tests.simulation.client import Client
 from tests.simulation.commands import Commands, Surroundings
 from tests.simulation.coverage import Coverage, places_on_disk, suspended_at
 from tests.simulation.crash_plans import AwaitCrashes, plans_of
@@ -27,6 +26,7 @@ from tests.simulation.history import History
 from tests.simulation.loop import EPOCH_S, PROCESS, Process, ProcessEnded, SimulatedLoop, in_process
 from tests.simulation.network import Network
 from tests.simulation.patches import simulated
+from tests.simulation.scenes import Player
 from tests.simulation.schedule import USERS, Command, Crash, CrashKind, Schedule
 from tests.simulation.server import Server
 from tests.simulation.wires import GmiWire, SdkWire
@@ -90,7 +90,7 @@ class World:
 
     def run(self, check: Callable[["World"], Any]) -> None:
         """check: called at rest; finds what is wrong and adds it to `failures`."""
-        image_folder, self.keys = image.prepared()
+        image_folder, self.keys = image.prepared(self.schedule.checkpoint_bytes)
         self.disk.begin_from(image_folder)
         with simulated(self.loop, self.wall, self._entropy, self.disk, self.schedule.all_is_large):
             sqlite.VFS.disk, sqlite.VFS.loop = self.disk, self.loop
@@ -139,8 +139,8 @@ class World:
             wire = (SdkWire, GmiWire)[number % 2](
                 self.network, self.keys[user], self.schedule.give_up_s[number]
             )
-            agent = Agent(user, self.network, self.keys[user], self.history)
-            client = Client(user, wire, agent, program, self.history)
+            agent = Agent(user, self.network, self.keys, self.history)
+            client = Player(user, wire, agent, program, self.history)
             process = Process(f"client {user}")
             self._clients.append(process)
             in_process(process, self.loop.create_task, client.run())
@@ -376,7 +376,7 @@ class World:
             raise ProcessEnded
         if not self.faults_on or process is self._world:
             return
-        self._troubles.count()
+        self._troubles.count(label)
         before = self.num_crashes.total()
         is_flush = "fsync" in label
         for trigger in ("disk", *(("fsync",) if is_flush else ())):

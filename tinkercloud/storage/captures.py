@@ -72,7 +72,7 @@ class CapturedTurn:
     messages: Sequence[Mapping[str, Any]]
     details: Mapping[str, Any]
     samples: tuple[CapturedSample, ...]
-    created_at: float = field(default_factory=time.time)
+    created_at: float = field(default_factory=lambda: time.time())  # a simulation's clock, too
 
     @property
     def num_bytes(self) -> int:
