@@ -60,6 +60,7 @@ def draws(device: str, scan: Scan) -> None:
     keys = [(5, 3, 70), (2**64 - 1, 1023, 2**31)]
     flat = torch.tensor([[philox.signed(part) for part in key] for key in keys], device=device)
     words = philox.random_words(flat, 50_001).cpu()
+    assert torch.equal(words, philox.plain_words(flat.cpu(), 50_001))
     for row, key in zip(words, keys, strict=True):
         noise = noise_of(row.numpy().astype(np.uint32))
         assert torch.equal(noise, gumbel_noise(*key, 50_001))

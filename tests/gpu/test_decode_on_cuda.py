@@ -13,7 +13,7 @@ from tests.embedded.tiny import write_tiny_model
 from tests.gpu import decode_bodies as bodies
 from tinkercloud.decoding import device_scan
 from tinkercloud.embedded.forward import kernel_choice
-from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs
+from tinkercloud.embedded.forward.decode_graphs import CudaCapture, DrawGraphs, Graphs, Kind
 from tinkercloud.embedded.forward.kernel_choice import TOLERANCES, differences, has_kernels
 from tinkercloud.embedded.forward.runners import GraphRunner, TorchRunner
 
@@ -71,6 +71,18 @@ def test_graphs_without_our_kernels_compute_the_same(
 
 def test_a_graph_serves_adapters_loaded_after_it(runner: GraphRunner):
     assert bodies.other_adapters(CUDA, runner) == 1
+
+
+def test_graphs_are_captured_after_all_before_them_are_gone(caplog: pytest.LogCaptureFixture):
+    capture, found = CudaCapture(), torch.zeros(3, device=CUDA)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            graphs = Graphs(capture, "a sum")
+            for _ in range(2):
+                graphs.run(Kind(1, 1, -1), lambda: found.add_(torch.ones(3, device=CUDA)))
+            assert len(graphs) == 1
+            del graphs
+    assert not caplog.records
 
 
 def test_the_draw_on_a_gpu_is_the_plain_one():

@@ -30,7 +30,7 @@ def random_words(keys: Tensor, vocab_size: int) -> Tensor:
     if keys.is_cuda and _has_triton():
         from tinkercloud.decoding.philox_kernel import random_words as compiled
 
-        return compiled(keys, vocab_size) & _LOW
+        return compiled(keys, vocab_size)
     return plain_words(keys, vocab_size)
 
 

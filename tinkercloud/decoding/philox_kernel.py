@@ -13,10 +13,11 @@ from torch import Tensor
 from tinkercloud.decoding import philox
 
 _BLOCKS = 128  # counters of one program
+_LOW = 0xFFFFFFFF
 
 
 def random_words(keys: Tensor, vocab_size: int) -> Tensor:
-    """keys int64 (B, 3) -> int32 (B, V) with the bits of the unsigned numbers."""
+    """A `philox.random_words`."""
     out = torch.empty(len(keys), vocab_size, dtype=torch.int32, device=keys.device)
     grid = (len(keys), triton.cdiv(vocab_size, _BLOCKS * philox.PER_BLOCK))
     constants = {
@@ -26,7 +27,7 @@ def random_words(keys: Tensor, vocab_size: int) -> Tensor:
         "STEP_1": philox.KEY_STEPS[1],
     }
     _words[grid](keys, out, vocab_size, BLOCKS=_BLOCKS, ROUNDS=philox.ROUNDS, **constants)
-    return out
+    return out.long() & _LOW  # `&` of int32 stays int32, and half of the numbers negative
 
 
 @triton.jit

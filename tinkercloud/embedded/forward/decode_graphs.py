@@ -191,6 +191,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._warm_up = torch.cuda.Stream()  # one for all: torch reuses a few streams in turn
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -202,8 +203,14 @@ class CudaCapture:
             work()
         torch.cuda.current_stream().wait_stream(warm_up)
         torch.cuda.synchronize()
+        if self._anchor is None:
+            # A pool whose graphs are all gone takes no others (PyTorch asserts that it is used).
+            self._anchor = self._captured(lambda: torch.zeros(1, device="cuda"))
+        return self._captured(work).replay
+
+    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # "thread_local": calls of other threads to the device would otherwise end the capture.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             work()
-        return graph.replay
+        return graph
