@@ -58,7 +58,7 @@ def paged_attention(
 def num_parts(num_seqs: int, num_kv_heads: int, num_tokens: int) -> int:
     """How many parts a context is split into; num_tokens: the most that it may have."""
     fills_gpu = _PROGRAMS // (num_seqs * num_kv_heads)
-    return max(1, min(fills_gpu, num_tokens // (2 * _TOKENS), 64))
+    return max(1, min(fills_gpu, num_tokens // _TOKENS, 64))
 
 
 @triton.jit
@@ -86,14 +86,22 @@ def _attend(  # noqa: PLR0913 - a kernel
     total = tl.zeros([PADDED_GROUPS], tl.float32)
     weighted = tl.zeros([PADDED_GROUPS, PADDED_SIZE], tl.float32)
     for start in range(first, last, TOKENS):
-        place = start + token
-        valid = place < last
-        block = tl.load(tables + row * width + place // SLOTS, mask=valid, other=0).to(tl.int64)
+        valid = start + token < last
+        # A block is there or not as a whole, and `start` is a block's first token: so the compiler
+        # sees that a block's slots lie side by side, and reads more than one at a time.
+        index = start // SLOTS + token // SLOTS
+        there = index * SLOTS < last
+        block = tl.load(tables + row * width + index, mask=there, other=0).to(tl.int64)
         base = (block * num_kv_heads + head) * SIZE * SLOTS
-        slot = place % SLOTS
-        key = tl.load(
+        slot = token % SLOTS
+        key = tl.load(  # whatever is in slots past the last: their scores are left out
             keys + base[None, :] + size[:, None] * SLOTS + slot[None, :],
-            mask=(size < SIZE)[:, None] & valid[None, :],
+            mask=(size < SIZE)[:, None],
+            other=0.0,
+        )
+        value = tl.load(  # on its way while the scores are computed
+            values + base[:, None] + slot[:, None] * SIZE + size[None, :],
+            mask=valid[:, None] & (size < SIZE)[None, :],
             other=0.0,
         )
         score = tl.dot(query, key, input_precision="ieee") * scale
@@ -101,11 +109,6 @@ def _attend(  # noqa: PLR0913 - a kernel
         higher = tl.maximum(peak, tl.max(score, 1))
         prob = tl.exp(score - higher[:, None])
         rescale = tl.exp(peak - higher)
-        value = tl.load(
-            values + base[:, None] + slot[:, None] * SIZE + size[None, :],
-            mask=valid[:, None] & (size < SIZE)[None, :],
-            other=0.0,
-        )
         added = tl.dot(prob.to(value.dtype), value, input_precision="ieee")
         weighted = weighted * rescale[:, None] + added
         total = total * rescale + tl.sum(prob, 1)

@@ -5,7 +5,7 @@
 Each rounds to the weights' number type where the plain form (`architectures.layers`) does: in
 bfloat16, to round elsewhere moves log-probabilities.
 
-Axes: B rows, D hidden, I intermediate, Hq/Hkv heads, Dh head size, S slots, R ranks.
+Axes: B rows, D hidden, I intermediate, Hq/Hkv heads, Dh head size.
 """
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from tinkercloud.embedded.forward.decode_step import Inputs
 
 _COLUMNS = 1024  # that a program reads at a time
-_OUTPUTS = 128  # that one program of `_expand` writes
 
 
 def add_norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -64,23 +63,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     count = gate.numel()
     _swiglu[(triton.cdiv(count, _COLUMNS),)](gate, up, out, count, COLUMNS=_COLUMNS)
     return out
-
-
-def add_low_rank(
-    y: Tensor, x: Tensor, factors: tuple[Tensor, Tensor], scales: Tensor, slots: Tensor
-) -> None:
-    """y (B, out) += scale B A x of each row's slot, if it has one, in place. x (B, in); factors:
-    float32 (S, R, in) and (S, R, out)."""
-    down, up = factors
-    rank = down.shape[1]
-    inner = torch.empty(x.shape[0], rank, device=x.device)
-    _shrink[(x.shape[0], rank)](x, down, scales, slots, inner, x.shape[1], COLUMNS=_COLUMNS)
-    _expand[(x.shape[0], triton.cdiv(y.shape[1], _OUTPUTS))](
-        *(y, inner, up, slots, y.shape[1]),
-        RANK=rank,
-        PADDED_RANK=triton.next_power_of_2(rank),
-        OUTPUTS=_OUTPUTS,
-    )
 
 
 @triton.jit
@@ -174,45 +156,3 @@ def _swiglu(gate, up, out, count, COLUMNS: tl.constexpr):
     active = (wide / (1.0 + tl.exp(-wide))).to(kind).to(tl.float32)
     other = tl.load(up + at, mask=valid, other=0.0).to(tl.float32)
     tl.store(out + at, (active * other).to(kind), mask=valid)
-
-
-@triton.jit
-def _shrink(  # noqa: PLR0913 - a kernel
-    x, down, scales, slots, inner, size, COLUMNS: tl.constexpr
-):
-    """A program: one row, one rank."""
-    row = tl.program_id(0).to(tl.int64)
-    rank = tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot >= 0:
-        factors = down + (slot * tl.num_programs(1) + rank) * size
-        total = tl.zeros([COLUMNS], tl.float32)
-        for start in range(0, size, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)
-            valid = column < size
-            left = tl.load(x + row * size + column, mask=valid, other=0.0).to(tl.float32)
-            total += left * tl.load(factors + column, mask=valid, other=0.0)
-        result = tl.sum(total, 0) * tl.load(scales + slot)
-        tl.store(inner + row * tl.num_programs(1) + rank, result)
-
-
-@triton.jit
-def _expand(  # noqa: PLR0913 - a kernel
-    y, inner, up, slots, size,
-    RANK: tl.constexpr, PADDED_RANK: tl.constexpr, OUTPUTS: tl.constexpr,
-):  # fmt: skip
-    """A program: one row, some of its outputs."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    valid = column < size
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot >= 0:
-        rank = tl.arange(0, PADDED_RANK)
-        factor = tl.load(inner + row * RANK + rank, mask=rank < RANK, other=0.0)
-        factors = up + (slot * RANK + rank[:, None]) * size + column[None, :]
-        wide = tl.load(factors, mask=(rank < RANK)[:, None] & valid[None, :], other=0.0)
-        delta = tl.sum(factor[:, None] * wide, 0)
-        kind: tl.constexpr = y.dtype.element_ty
-        at = y + row * size + column
-        before = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-        tl.store(at, (before + delta.to(kind).to(tl.float32)).to(kind), mask=valid)

@@ -7,7 +7,7 @@ as long as the reading. It computes, and rounds, what `DecodeModel` does.
 Axes: B rows, W blocks of a table, D hidden, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -17,13 +17,10 @@ from tinkercloud.architectures.layers import Show
 from tinkercloud.architectures.llama import Llama
 from tinkercloud.embedded.forward import attention_kernel
 from tinkercloud.embedded.forward import decode_kernels as kernels
+from tinkercloud.embedded.forward import projection_kernels as projections
 from tinkercloud.embedded.forward.adapter_bank import AdapterBank
 from tinkercloud.embedded.forward.decode_step import Inputs, Step
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
-
-FEW_ROWS = 16
-"""Up to so many rows a low-rank product reads the factors row by row; for more, matrix products
-with the factors of all slots at once are faster."""
 
 
 class FusedModel(Step):
@@ -59,8 +56,8 @@ class _Run:
                 show(index, x)  # add_norm has just added the output of the block before
             added = self._attention(index, normed, rotary)
             normed = self._norm(f"{path}.post_attention_layernorm", x, added)
-            gate, up = (self._linear(f"{path}.mlp.{n}_proj", normed) for n in ("gate", "up"))
-            added = self._linear(f"{path}.mlp.down_proj", kernels.swiglu(gate, up))
+            gated = self._gated(f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj", normed)
+            added = self._linear(f"{path}.mlp.down_proj", gated)
         normed = self._norm("model.norm", x, added)
         if show is not None:
             show(self.architecture.config.num_layers, normed)
@@ -69,7 +66,7 @@ class _Run:
     def _attention(self, index: int, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         path = f"model.layers.{index}.self_attn"
         keys, values = self.pool.keys[index], self.pool.values[index]
-        q, k, v = (self._linear(f"{path}.{n}_proj", x) for n in "qkv")
+        q, k, v = self._linears([f"{path}.{n}_proj" for n in "qkv"], x)
         norms = None
         if self.architecture.config.qk_norm:
             q_norm, k_norm = (self.weights[f"{path}.{n}_norm"] for n in "qk")
@@ -85,14 +82,25 @@ class _Run:
         eps = self.architecture.config.rms_norm_eps
         return kernels.add_norm(x, added, self.weights[name], eps)
 
+    def _gated(self, gate: str, up: str, x: Tensor) -> Tensor:
+        if projections.can_project(x):
+            return projections.project_gated(x, gate, up, self.weights, self._slotted())
+        return kernels.swiglu(self._linear(gate, x), self._linear(up, x))
+
+    def _linears(self, names: Sequence[str], x: Tensor) -> tuple[Tensor, ...]:
+        """As many as three, which read the same x."""
+        if projections.can_project(x):
+            return projections.project(x, names, self.weights, self._slotted())
+        return tuple(self._linear(name, x) for name in names)
+
+    def _slotted(self) -> projections.Bank | None:
+        return None if self.bank is None else projections.Bank(self.bank, self.at.adapters)
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
+        if projections.can_project(x):
+            return self._linears([name], x)[0]
         y = F.linear(x, self.weights[name], self.weights.get(f"{name}.bias"))
         bank = self.bank
-        if bank is None or name not in bank:
-            return y
-        if len(x) > FEW_ROWS:
+        if bank is not None and name in bank:
             y += bank.delta(name, x, self.at.adapters)
-            return y
-        factors = (bank.down[name], bank.up[name])
-        kernels.add_low_rank(y, x, factors, bank.scales, self.at.adapters)
         return y

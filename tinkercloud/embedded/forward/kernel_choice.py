@@ -8,6 +8,7 @@ import logging
 import time
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from weakref import ref
 
 import torch
@@ -115,27 +116,28 @@ def _attention_difference(
 def _step_differences(
     device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, float]:
-    """Of logits, keys and values of a step without and with adapters."""
+    """Of logits, keys and values of steps of one row and of several, without and with adapters."""
     from tinkercloud.embedded.forward.fused_decode import FusedModel
 
     base = _tiny_base(device, dtype, generator)
     bank = AdapterBank(base.config.linear_shapes(), device)
     slots = bank.place([_adapted(base, rank, generator) for rank in (4, 11)])
     assert slots is not None
-    packed = torch.zeros(3, HEAD + 8, dtype=torch.int32, device=device)
-    packed[:, 0] = torch.tensor([5, 6, 70])
-    packed[:, 1] = torch.tensor([0, 100, 17])
-    packed[:, 2] = torch.tensor([slots[0], NO_ADAPTER, slots[1]])
-    packed[:, HEAD:] = torch.arange(_BLOCKS).view(3, 8)
+    rows = torch.zeros(3, HEAD + 8, dtype=torch.int32, device=device)
+    rows[:, 0] = torch.tensor([5, 6, 70])
+    rows[:, 1] = torch.tensor([0, 100, 17])
+    rows[:, 2] = torch.tensor([slots[0], NO_ADAPTER, slots[1]])
+    rows[:, HEAD:] = torch.arange(_BLOCKS).view(3, 8)
     largest = {}
-    for name, adapters in (("plain step", None), ("step with adapters", bank)):
+    for adapters, packed in product((None, bank), (rows, rows[2:])):
+        name = f"step of {len(packed)}, {'with' if adapters else 'without'} adapters"
         results = []
         for kind in ("ours", "plain"):
             pool = BlockPool(base.config, dtype, device, _BLOCKS)
             model: Step = FusedModel(base.architecture, base.weights, ref(pool))
             if kind == "plain":
                 model = DecodeModel(base.architecture, base.weights, ref(pool), paged_attention)
-            out = torch.zeros(3, base.config.vocab_size, device=device, dtype=dtype)
+            out = torch.zeros(len(packed), base.config.vocab_size, device=device, dtype=dtype)
             model.step(packed, adapters, out)
             results.append((out, *pool.keys, *pool.values))
         pairs = zip(*results, strict=True)
