@@ -9,11 +9,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks import gpu_peers
 from benchmarks.gpu_work import (
     RANK,
     SHAPES,
@@ -38,10 +40,15 @@ from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS
 from tinkercloud.embedded.forward.runners import TorchRunner
 from tinkercloud.embedded.model.base_model import BaseModel
 
-COLUMNS = ("shape", "work", "sequences", "tokens/s", "ms a step", "forward ms", "of the limit")
-DECODE_TARGET, TRAINING_TARGET = 0.70, 0.45
+COLUMNS = (
+    *("shape", "work", "sequences", "tokens/s", "ms a step", "forward ms", "of the limit"),
+    "peak GiB",
+)
+DECODE_TARGET, TRAINING_TARGET, PEER_TARGET = 0.70, 0.45, 1.0
 LOGIT_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2}  # of the largest logit
-GRAPHS, ADAPTER, EAGER = "graphs", "graphs, adapter", "eager"
+GRAPHS, ADAPTER, EAGER, PEER = "graphs", "graphs, adapter", "eager", "transformers"
+NONE = "-"
+NUM_TRAINED = 3
 
 
 @dataclass(frozen=True)
@@ -121,28 +128,16 @@ def check(name: str, config: ArchitectureConfig, plan: Plan) -> list[str]:
 
 def against_transformers(base: BaseModel, plan: Plan) -> list[str]:
     """Logits after a prompt and one token more, and the loss of training, in float32."""
-    try:
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-    except ImportError:
+    if find_spec("transformers") is None:
         return []
-    c = base.config
-    config = Qwen3Config(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
-        num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads, head_dim=c.head_dim,
-        num_key_value_heads=c.num_kv_heads, tie_word_embeddings=c.tie_word_embeddings,
-        max_position_embeddings=c.max_position_embeddings, rms_norm_eps=c.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-    )  # fmt: skip
-    with torch.device(plan.device):
-        model = Qwen3ForCausalLM(config).eval()
-    model.load_state_dict({f"{name}.weight": tensor for name, tensor in base.weights.items()})
+    c, model = base.config, gpu_peers.as_transformers(base)
     tokens = np.random.default_rng(4).integers(0, c.vocab_size, 41)
     with torch.inference_mode():
         logits = model(base.tensor(tokens)[None]).logits[0]
     theirs = torch.log_softmax(logits.double(), -1)
     ours = decoded(base, tokens)
     off = float((ours.float() - logits[-1]).abs().max() / logits[-1].abs().max())
-    loss = train_call(base, [tokens])[0]
+    loss = train_call(base, [tokens]).loss
     expected = -float(theirs[:-1].gather(-1, base.tensor(tokens[1:])[:, None]).sum())
     faults = []
     if not off <= LOGIT_TOLERANCE[torch.float32]:
@@ -173,18 +168,40 @@ def decode_rows(base: BaseModel, plan: Plan, limits: Peak) -> Iterator[list[Cell
             least_bytes = step_bytes(weights, num_seqs, plan.context + steps // 2)
             share = least_bytes / limits.read_gb_s / 1e9 / step_s
             figures = (num_seqs / step_s, step_s * 1000, forward_s * 1000, share)
-            yield [base.name, f"decode, {path}", num_seqs, *figures]
+            yield [base.name, f"decode, {path}", num_seqs, *figures, NONE]
 
 
-def training_row(base: BaseModel, plan: Plan, limits: Peak) -> list[Cell]:
+def training_rows(
+    base: BaseModel, model: "torch.nn.Module | None", plan: Plan, limits: Peak
+) -> Iterator[list[Cell]]:
+    """model: the same network as a peer has it."""
     num, length = plan.train[base.name]
     tokens = np.random.default_rng(5).integers(0, base.config.vocab_size, (num, length + 1))
-    loss, step_s = train_call(base, list(tokens))
-    if not math.isclose(loss / num / length, math.log(base.config.vocab_size), rel_tol=0.3):
-        raise SystemExit(f"{base.name}: a loss of {loss / num / length:.2f} a token is not right")
-    speed = num * length / step_s
-    share = speed * flop_per_token(base.config) / limits.gflop_s / 1e9
-    return [base.name, f"training, LoRA {RANK}", num, speed, step_s * 1000, 0.0, share]
+    runs = [train_call(base, list(tokens), NUM_TRAINED)]
+    if not math.isclose(runs[0].loss / num / length, math.log(base.config.vocab_size), rel_tol=0.3):
+        raise SystemExit(f"{base.name}: a loss of {runs[0].loss / num / length:.2f} is not right")
+    if model is not None and find_spec("peft") is not None:
+        runs += gpu_peers.trained(model, list(tokens))
+    for run in runs:
+        if not math.isclose(run.loss, runs[0].loss, rel_tol=1e-2):
+            raise SystemExit(f"{base.name}: losses {runs[0].loss:.1f} and {run.loss:.1f}")
+        speed = num * length / run.step_s
+        share = speed * flop_per_token(base.config) / limits.gflop_s / 1e9
+        work = f"training, LoRA {RANK}" + (f", {run.variant}" if run is not runs[0] else "")
+        figures = (speed, run.step_s * 1000, NONE, share, run.peak_bytes / 2**30)
+        yield [base.name, work, num, *figures]
+
+
+def peer_rows(
+    base: BaseModel, model: torch.nn.Module, plan: Plan, limits: Peak
+) -> Iterator[list[Cell]]:
+    weights = version(base, adapter=False)
+    for num_seqs in plan.at_once:
+        step_s = gpu_peers.decode_step_s(model, num_seqs, plan.context)
+        least_bytes = step_bytes(weights, num_seqs, plan.context + gpu_peers.NUM_DECODED // 2)
+        share = least_bytes / limits.read_gb_s / 1e9 / step_s
+        figures = (num_seqs / step_s, step_s * 1000, NONE, share, NONE)
+        yield [base.name, f"decode, {PEER}", num_seqs, *figures]
 
 
 # ---- the report
@@ -198,9 +215,12 @@ def measured(plan: Plan, command: str) -> Report:
             raise SystemExit("\n".join(faults))
         base = random_base(name, config, plan.dtype, plan.device)
         rows += decode_rows(base, plan, limits)
+        model = gpu_peers.as_transformers(base) if find_spec("transformers") else None
+        if model is not None:
+            rows += peer_rows(base, model, plan, limits)
         if name in plan.train:
-            rows.append(training_row(base, plan, limits))
-        del base
+            rows += training_rows(base, model, plan, limits)
+        del base, model
     text = ABOUT.format(
         read=limits.read_gb_s,
         rate=limits.gflop_s / 1000,
@@ -214,7 +234,7 @@ def measured(plan: Plan, command: str) -> Report:
         command=command,
         columns=COLUMNS,
         rows=rows,
-        versions=versions("tinkercloud", "torch", "triton", "transformers"),
+        versions=versions("tinkercloud", "torch", "triton", "transformers", "peft"),
         machine=machine() | {"processor": processor(plan.device)},
         targets=list(targets(rows)),
     )
@@ -227,13 +247,21 @@ def processor(device: torch.device) -> str:
 
 def targets(rows: Sequence[Sequence[Cell]]) -> Iterator[Target]:
     for row in rows:
-        name, work, num_seqs, share = row[0], str(row[1]), row[2], float(row[-1])
+        name, work, num_seqs, share = row[0], str(row[1]), row[2], float(row[-2])
         if work == f"decode, {GRAPHS}" and num_seqs == 1 and name != "Qwen3-0.6B":
             title = f"{name}: decoding alone, of the read bandwidth"
             yield Target.at_least(title, share, DECODE_TARGET, digits=3)
-        if work.startswith("training"):
+        if work == f"training, LoRA {RANK}":
             title = f"{name}: training, of the matrix throughput"
             yield Target.at_least(title, share, TRAINING_TARGET, digits=3)
+            peers = [float(r[3]) for r in rows if r[0] == name and f"{work}, PEFT" in str(r[1])]
+            if peers:
+                title = f"{name}: training, tokens/s over PEFT's best"
+                yield Target.at_least(title, float(row[3]) / max(peers), PEER_TARGET)
+        if work == f"decode, {PEER}":
+            (ours,) = [r for r in rows if r[:3] == [name, f"decode, {GRAPHS}", num_seqs]]
+            title = f"{name}: decoding {num_seqs}, tokens/s over transformers'"
+            yield Target.at_least(title, float(ours[3]) / float(row[3]), PEER_TARGET)
 
 
 def make_parser() -> BenchmarkParser:
@@ -275,7 +303,10 @@ matrices and of the sequences' keys and values, read once, at the read bandwidth
 training: 4 operations per frozen weight and token, 6 per weight of the adapter, nothing for
 attention or what is computed twice, of the matrix throughput, {rate:.1f} TFLOP/s. Both limits were
 measured in this run, of {seconds:.0f} s. A training step is a forward_backward and an optimizer
-step, the second of two."""
+step, the shortest of three, on sequences of 1024 tokens; *peak GiB*: allocated on the device in it,
+without the frozen weights. *transformers*: a step of its `generate` with the same weights and as
+long prompts, sdpa; PEFT: a forward, a backward and AdamW of all sequences at once, its adapter's
+numbers float32. What a contender has no memory for is left out."""
 
 if __name__ == "__main__":
     main()

@@ -48,7 +48,7 @@ class Load:
     def of(cls, device: torch.device) -> "Load":
         if device.type == "cpu":
             return cls("tiny", 3, 2, 100, 2**24, 4, 4)
-        return cls("Qwen3-0.6B", 16, 24, 2000, 2**33, 40, 30)
+        return cls("Qwen3-0.6B", 16, 24, 2000, 2**33, 40, 6)
 
 
 class MarkedStreams:

@@ -23,14 +23,17 @@ import json, torch
 from tests.embedded.forward.projections import largest_difference
 from tinkercloud.decoding import philox, philox_kernel
 from tinkercloud.embedded.forward.kernel_choice import differences
+from tinkercloud.embedded.training import rowwise_choice
 cpu = torch.device("cpu")
 largest = {str(d): differences(cpu, d) for d in (torch.float32, torch.float16)}
 keys = torch.tensor([[0, 0, 0], [-1, 1023, 2**31], [-2**63, 2, 1]])
 for size in (1, 9, 1500):
     words = philox_kernel.random_words(keys, size)
     assert torch.equal(words, philox.plain_words(keys, size)), size
-for dtype, found in largest.items():
-    found["projections"] = largest_difference(cpu, getattr(torch, dtype.removeprefix("torch.")))
+for name, found in largest.items():
+    dtype = getattr(torch, name.removeprefix("torch."))
+    found["projections"] = largest_difference(cpu, dtype)
+    found |= rowwise_choice.differences(cpu, dtype)
 print(json.dumps(largest))
 """
 
@@ -51,5 +54,5 @@ def test_every_kernel_computes_what_its_plain_form_does(
     interpreted: dict[str, dict[str, float]], dtype: torch.dtype
 ):
     largest = interpreted[str(dtype)]
-    assert len(largest) == 7
+    assert len(largest) == {torch.float32: 14, torch.float16: 18}[dtype]
     assert max(largest.values()) <= TOLERANCES[dtype], largest

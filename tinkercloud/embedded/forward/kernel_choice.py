@@ -1,11 +1,12 @@
 """Whether our Triton kernels can be used on a device: they compile there and are right there.
 
 Before the first use every kernel is compared with its plain form on the device itself. Kernels that
-do not compile or do not agree are not used; sampling is slower then, and a warning says why.
+do not compile or do not agree are not used; the work is slower then, and a warning says why.
 """
 
 import logging
 import time
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
@@ -45,24 +46,37 @@ _TINY = {
 
 @cache
 def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether they run on the device and agree with the plain forms there."""
+    """Whether those of sampling run on the device and agree with the plain forms there."""
+    return are_usable("sampling", device, dtype, differences)
+
+
+def are_usable(
+    work: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    find_differences: Callable[[torch.device, torch.dtype], dict[str, float]],
+) -> bool:
+    """Whether the kernels of some work run on the device and agree with the plain forms there.
+    find_differences: compiles and compares them, by name, as `differences` does."""
     if device.type != "cuda" or dtype not in TOLERANCES or find_spec("triton") is None:
         return False
     if torch.cuda.get_device_capability(device) < (8, 0):  # below, no products of bfloat16
         return False
     start = time.perf_counter()
     try:
-        largest = differences(device, dtype)
+        largest = find_differences(device, dtype)
     except Exception as error:  # noqa: BLE001 - any error of a compiler; the plain form computes
-        logger.warning("Triton kernels are not used, sampling is slower: %s", error)
+        logger.warning("Triton kernels are not used, %s is slower: %s", work, error)
         return False
     # `not <=`, since a difference may be NaN.
     wrong = {name: value for name, value in largest.items() if not value <= TOLERANCES[dtype]}
     if wrong:
-        logger.warning("Triton kernels are not used, sampling is slower; they are off: %s", wrong)
+        logger.warning("Triton kernels are not used, %s is slower; they are off: %s", work, wrong)
         return False
     duration_ms = (time.perf_counter() - start) * 1000
-    logger.info("Triton kernels for %s compiled and compared in %.0f ms", dtype, duration_ms)
+    logger.info(
+        "Triton kernels of %s for %s compiled and compared in %.0f ms", work, dtype, duration_ms
+    )
     return True
 
 

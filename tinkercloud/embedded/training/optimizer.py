@@ -1,3 +1,4 @@
+# pyright: reportPrivateImportUsage=false - torch.optim too works on many tensors by torch._foreach
 """AdamW with all six parameters given per step, as the wire specification (section 8) has it.
 
 The arithmetic is torch.optim.AdamW's (Loshchilov & Hutter 2019): decoupled weight decay, bias
@@ -5,7 +6,7 @@ correction. State and weights are float32.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from tinkercloud.errors import GradientNotFinite, UserError, WeightsNotFinite
 
 SURELY_FINITE = 1e37
 """A tenth of float32's largest number: rounding cannot carry a bound below it beyond that one."""
+GROUP_BYTES = 2**28  # of tensors that a GPU works on at once, and so of what that needs besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,28 +113,36 @@ class AdamW:
 
     def _step(self, grads: dict[str, Tensor], scale: float, hyper: AdamParams) -> None:
         self.num_steps += 1
-        for name, param in in_parts(self.params.items(), self.between):
-            self._update(name, param, grads.get(name), scale, hyper)
+        for names in in_parts(_groups(self.params), self.between):
+            self._update(names, grads, scale, hyper)
 
     def _update(
-        self, name: str, param: Tensor, grad: Tensor | None, scale: float, hyper: AdamParams
+        self, names: Sequence[str], grads: dict[str, Tensor], scale: float, hyper: AdamParams
     ) -> None:
-        m, v = self.exp_avg[name], self.exp_avg_sq[name]
-        m.mul_(hyper.beta1)
-        v.mul_(hyper.beta2)
-        if grad is not None:
-            grad = grad if scale == 1.0 else grad * scale
-            m.add_(grad, alpha=1 - hyper.beta1)
-            v.addcmul_(grad, grad, value=1 - hyper.beta2)
+        params, m, v = (
+            [of[name] for name in names] for of in (self.params, self.exp_avg, self.exp_avg_sq)
+        )
+        torch._foreach_mul_(m, hyper.beta1)
+        torch._foreach_mul_(v, hyper.beta2)
+        moved = [i for i, name in enumerate(names) if name in grads]
+        if moved:
+            own = [grads[names[i]] for i in moved]
+            if scale != 1.0:
+                own = torch._foreach_mul(own, scale)
+            torch._foreach_add_([m[i] for i in moved], own, alpha=1 - hyper.beta1)
+            torch._foreach_addcmul_([v[i] for i in moved], own, own, value=1 - hyper.beta2)
         correction1 = 1 - hyper.beta1**self.num_steps
         correction2 = math.sqrt(1 - hyper.beta2**self.num_steps)
         if hyper.weight_decay:
-            param.mul_(1 - hyper.learning_rate * hyper.weight_decay)
+            torch._foreach_mul_(params, 1 - hyper.learning_rate * hyper.weight_decay)
         # With eps 0 a gradient that was always 0 would give 0/0: such a weight does not move.
-        denominator = v.sqrt().div_(correction2).add_(hyper.eps)
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_div_(denominators, correction2)
+        torch._foreach_add_(denominators, hyper.eps)
         if hyper.eps == 0:
-            denominator.masked_fill_(denominator == 0, 1.0)
-        param.addcdiv_(m, denominator, value=-hyper.learning_rate / correction1)
+            for denominator in denominators:
+                denominator.masked_fill_(denominator == 0, 1.0)
+        torch._foreach_addcdiv_(params, m, denominators, value=-hyper.learning_rate / correction1)
 
     def state(self) -> dict[str, Tensor]:
         """Flat tensors for a checkpoint, which stores the step count elsewhere."""
@@ -157,17 +167,39 @@ def _zeros(params: Mapping[str, Tensor], between: Between) -> dict[str, Tensor]:
     return {name: torch.zeros_like(param) for name, param in in_parts(params.items(), between)}
 
 
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names of tensors that are worked on together: one by one on a CPU, whose cache a tensor may
+    fit, else by GROUP_BYTES, since a GPU would wait for the launch of each."""
+    group: list[str] = []
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        if group and (not tensor.is_cuda or num_bytes + tensor.nbytes > GROUP_BYTES):
+            yield group
+            group, num_bytes = [], 0
+        group.append(name)
+        num_bytes += tensor.nbytes
+    if group:
+        yield group
+
+
 def _largest(tensors: Mapping[str, Tensor], between: Between) -> float:
     """The largest absolute number; NaN where one is."""
     if not tensors:
         return 0.0
-    parts = in_parts(tensors.values(), between)
-    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in parts]
-    return float(torch.stack(largest).max())
+    return float(torch.stack(_norms(tensors, math.inf, between)).max())
 
 
 def _global_norm(grads: dict[str, Tensor], between: Between) -> float:
     if not grads:
         return 0.0
-    norms = torch.stack([torch.linalg.vector_norm(g) for g in in_parts(grads.values(), between)])
+    norms = torch.stack(_norms(grads, 2.0, between))
     return float(torch.linalg.vector_norm(norms.double()))
+
+
+def _norms(tensors: Mapping[str, Tensor], order: float, between: Between) -> list[Tensor]:
+    groups = in_parts(_groups(tensors), between)
+    return [
+        norm
+        for names in groups
+        for norm in torch._foreach_norm([tensors[name] for name in names], order)
+    ]

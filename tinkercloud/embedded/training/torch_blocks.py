@@ -25,6 +25,7 @@ from tinkercloud.embedded.training.block import (
 from tinkercloud.embedded.training.head import Pairs
 from tinkercloud.embedded.training.layout import Layout
 from tinkercloud.embedded.training.linear import Group, Linears, Segment
+from tinkercloud.embedded.training.rowwise_choice import rowwise_for
 
 
 class TorchBlocks(Blocks):
@@ -32,7 +33,9 @@ class TorchBlocks(Blocks):
         self, base: BaseModel, layout: Layout, linears: Linears, segments: Sequence[Segment]
     ):
         rotation = base.architecture.rotary(base.tensor(layout.positions))
-        super().__init__(base.architecture, linears, segments, rotation, rowwise)
+        super().__init__(
+            base.architecture, linears, segments, rotation, rowwise_for(base.device, base.dtype)
+        )
         self._tokens = base.tensor(layout.tokens)
         exact = base.dtype != torch.float32
         num_rows = len(layout.tokens)
@@ -63,7 +66,7 @@ class TorchBlocks(Blocks):
         middle += x
         normed, _ = self._norm_at(path, norms.before_mlp, middle)
         gates = self._group(gate_names(path)).forward(normed)
-        product = rowwise.gated(self._config.activation, gates)
+        product = self._rowwise.gated(self._config.activation, gates)
         fed_out = self._group((f"{path}.mlp.down_proj",)).forward(product)
         out = self._added(path, norms.after_mlp, fed_out)
         out += middle
