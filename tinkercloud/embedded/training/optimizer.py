@@ -1,4 +1,4 @@
-# pyright: reportPrivateImportUsage=false - torch.optim too works on many tensors by torch._foreach
+# pyright: reportPrivateImportUsage=false
 """AdamW with all six parameters given per step, as the wire specification (section 8) has it.
 
 The arithmetic is torch.optim.AdamW's (Loshchilov & Hutter 2019): decoupled weight decay, bias
