@@ -277,11 +277,18 @@ def _deletes_what_is_new(schedule: Schedule) -> bool:
     return any(step.kind == "delete_model" and step.target == -1 for step in steps)
 
 
+def _intrudes(schedule: Schedule) -> bool:
+    steps = [step.kind for program in schedule.programs for step in program]
+    return steps.count("intrude") > 1
+
+
 def _ends_within_captures(schedule: Schedule) -> bool:
     return bool(schedule.at_awaits)
 
 
 CAN_SHOW: dict[str, Callable[[Schedule], bool]] = {
+    "results of others": _intrudes,
+    "version is not released": _offloads_models,
     "order of arrival": lambda schedule: schedule.outage is not None,
     "refused after acknowledged": _deletes_what_is_new,
     "snapshot without lost versions": _ends_as_a_state_is_written,
