@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.errors import EngineDied
 from tinkercloud.services.recovery import snapshots
+from tinkercloud.storage.database import Database
 
 
 class Mortal(FakeBackend):
@@ -186,6 +188,31 @@ async def test_weights_that_are_written_anew_while_they_are_read_are_sampled(
         backend.api = api
         assert await drawn(api, sampler, 1) == expected
     assert backend.api is None
+
+
+class GoneMeanwhile(Mortal):
+    """As it reads a version, its files have just gone with all that was kept of its run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.database: Database | None = None
+
+    async def publish(self, source: WeightsSource) -> str:
+        if isinstance(source, FromCheckpoint) and self.database is not None:
+            await self.database.write("DELETE FROM kept_versions")
+            shutil.rmtree(source.directory)
+        return await super().publish(source)
+
+
+async def test_weights_that_go_while_they_are_read_are_named(tmp_path: Path) -> None:
+    backend = GoneMeanwhile()
+    async with serving(tmp_path, backend=backend) as api:
+        model_id = await api.model()
+        sampler = await published(api, model_id, await train(api, model_id, 1))
+        await api.services.idle.offload_unused(0.0)
+        backend.database = api.services.database
+        failure = await api.result(await api.sample(sampler, seq_id=1))
+    assert failure["error"].startswith("weights version ")
 
 
 class MortalInDeletions(Mortal):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
-from tinkercloud.errors import TinkercloudError
+from tinkercloud.errors import TinkercloudError, VersionLost
 from tinkercloud.services.recovery.recovery_files import RecoveryFiles
 from tinkercloud.services.recovery.version_store import VersionStore
 from tinkercloud.storage.journal import JournalStorage
@@ -58,12 +58,15 @@ class PublishedWeights:
         self, user: str, version_key: str, folder: Path, read: Callable[[Path], Awaitable[T]]
     ) -> T:
         """What `read` makes of the folder, as `find` gave it. Where the version has been written
-        anew since, the older files are gone, and the newer ones are read."""
+        anew since, the older files are gone, and the newer ones are read. Raises VersionLost where
+        it is not kept any more: its session has ended meanwhile, say."""
         while True:
             try:
                 return await read(folder)
-            except (OSError, TinkercloudError):
+            except (OSError, TinkercloudError) as error:
                 newer = await self.find(user, version_key)
+                if newer is None and isinstance(error, FileNotFoundError):
+                    raise VersionLost(version_key) from error
                 if newer is None or newer == folder:
                     raise
                 folder = newer
