@@ -27,6 +27,7 @@ from tinkercloud.embedded.model.version import Version
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
 STEPS, LONGEST_S = 14, 300.0
 WARM_UP_STEPS, WARM_UP_ROUNDS = 3, 4  # after these the first draft has been met
+REST_S = 3.0  # quiet time, in which a draft is trained whole; beside steps it has a small share
 PLAN = Plan(num_steps=40, warmup_steps=5, peak_rate=3e-3)
 
 
@@ -111,6 +112,8 @@ def run(server: Server) -> Run:
         now["used"] and now["first"] > before["first"] and now["accepted"] > before["accepted"]
     ):
         assert time.monotonic() < deadline, f"{before} {now} {run.following()}"
+        if number >= STEPS and not now["used"]:
+            time.sleep(REST_S)
         run.step(number)
         number += 1
         now = run.counts()
