@@ -246,6 +246,12 @@ CLAIMS = (
     speculation("RL, later epochs", 8, "RL, 8 at once, epochs 2 and later: of the bound"),
     speculation("RL, later epochs", 32, "RL, 32 at once, epochs 2 and later: of the bound"),
     Claim(
+        "gpu",
+        "one GPU, an 8B network in bfloat16: decoding alone",
+        Best("tokens/s", "tokens/s", {"shape": "Qwen3-8B", "work": "decode, graphs"}),
+        target="Qwen3-8B: decoding alone, of the read bandwidth",
+    ),
+    Claim(
         "recovery-restart",
         "seconds from a kill of the server to accepted work, the longest",
         Best("accepted s", "s", {"killed": "server"}),

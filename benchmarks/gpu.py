@@ -6,6 +6,7 @@ device's limits are measured in the same run. Without a GPU it says so and measu
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -207,6 +208,14 @@ def peer_rows(
 # ---- the report
 
 
+def shown(rows: Iterator[list[Cell]]) -> Iterator[list[Cell]]:
+    """Each said as it comes: a fault later on does not take with it what was measured."""
+    for row in rows:
+        cells = (f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row)
+        print("  ".join(cells), file=sys.stderr, flush=True)
+        yield row
+
+
 def measured(plan: Plan, command: str) -> Report:
     limits, rows, start = peak(plan), [], time.perf_counter()
     for name, config in plan.shapes.items():
@@ -214,12 +223,12 @@ def measured(plan: Plan, command: str) -> Report:
         if faults:
             raise SystemExit("\n".join(faults))
         base = random_base(name, config, plan.dtype, plan.device)
-        rows += decode_rows(base, plan, limits)
+        rows += shown(decode_rows(base, plan, limits))
         model = gpu_peers.as_transformers(base) if find_spec("transformers") else None
         if model is not None:
-            rows += peer_rows(base, model, plan, limits)
+            rows += shown(peer_rows(base, model, plan, limits))
         if name in plan.train:
-            rows += training_rows(base, model, plan, limits)
+            rows += shown(training_rows(base, model, plan, limits))
         del base, model
     text = ABOUT.format(
         read=limits.read_gb_s,

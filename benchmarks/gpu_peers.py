@@ -66,9 +66,9 @@ def trained(model: torch.nn.Module, rows: Sequence[np.ndarray]) -> Iterator[Trai
 
     before = allocated_bytes(next(model.parameters()).device)
     config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=MODULES)
-    peft = get_peft_model(model, config)
-    peft.train()
     for variant in ("PEFT", "PEFT, checkpoints"):
+        peft = get_peft_model(model, config)
+        peft.train()
         if variant != "PEFT":
             peft.enable_input_require_grads()
             peft.gradient_checkpointing_enable({"use_reentrant": False})
@@ -76,6 +76,7 @@ def trained(model: torch.nn.Module, rows: Sequence[np.ndarray]) -> Iterator[Trai
             yield _trained(variant, peft, rows, before)
         except torch.OutOfMemoryError:
             peft.zero_grad()
+        model = peft.unload()  # the next variant begins with an adapter of its own
 
 
 def _trained(

@@ -5,11 +5,13 @@ long prompts come. `python -m benchmarks.gpu --trace FILE` writes the trace of t
 browser's chrome://tracing or Perfetto, and says how long the streams computed at once.
 """
 
+import gc
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -140,7 +142,17 @@ def traced(device: torch.device, dtype: torch.dtype, path: Path) -> list[str]:
     load = Load.of(device)
     base = random_base(load.shape, {**SHAPES, **TINY}[load.shape], dtype, device)
     Mixed(load, base).run(path)
-    return list(summary(role_kernels(json.loads(path.read_text()))))
+    return list(summary(role_kernels(read(path))))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A trace. Of its hundred megabytes nothing is garbage, which a collector would look for again
+    and again, for minutes."""
+    gc.disable()
+    try:
+        return json.loads(path.read_text())
+    finally:
+        gc.enable()
 
 
 def summary(kernels: RoleKernels) -> Iterator[str]:
