@@ -28,6 +28,7 @@
 (wire specification, section 4.2). 409 is never used: clients retry it for minutes (section 0).
 """
 
+import errno
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -254,6 +255,10 @@ class ServerFault(TinkercloudError):
 
 class EngineDied(ServerFault):
     """The compute process ended while it held this request."""
+
+
+NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+"""Of an OSError: the disk takes nothing."""
 
 
 class StorageFailed(ServerFault):

@@ -6,7 +6,6 @@ waiting polls are woken. Training requests of one model share a lane and run one
 """
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
@@ -18,6 +17,7 @@ from tinkercloud.core.outcome_recorder import Changes, OutcomeRecorder
 from tinkercloud.core.pending import Admission, Pending, Resume, Work
 from tinkercloud.core.pending_requests import PendingRequests, is_sampling
 from tinkercloud.errors import (
+    NO_WRITES,
     FutureUnknown,
     StorageFailed,
     TinkercloudError,
@@ -43,7 +43,6 @@ CANCELLED = failed("this sample was cancelled by its client; send it again to ha
 SESSION_ENDED = failed(
     "this sample was cancelled because its session has ended; sample in a new session", "user"
 )
-_NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS}
 NO_ROOM = (
     "the server's data folder cannot be written; this operation has ended, and its result comes "
     "when the operator has made room"
@@ -244,7 +243,7 @@ class TaskManager:
             return failed(str(error), error.category)
         except OSError as error:
             logger.error("%s (%s) failed: %s", pending.request_id, pending.ticket.kind, error)
-            if error.errno not in _NO_WRITES:
+            if error.errno not in NO_WRITES:
                 return failed(DEFECT, "server")
             return failed(str(StorageFailed(str(error.strerror))), "server")
         except Exception:  # whatever a backend may throw: the waiting client must get an answer

@@ -1,6 +1,7 @@
 """copy_weights: whose, where to, once."""
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.api.checkpoints.calls import load, publish, saved, unpublish, url
 from tests.api.harness import Api
+from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.checkpoints.checkpoint_writer import FOLDER
 
 
@@ -49,6 +51,22 @@ async def test_the_source_outlives_its_copy(api: Api) -> None:
     model_id, path = await saved(api)
     assert (await api.http.delete(url(await copied(api, path)))).status_code == 204
     assert await api.loss(await load(api, path), 1) == await api.loss(model_id, 4)
+
+
+async def test_a_full_disk_is_named_and_the_copy_can_be_made_later(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link_files(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    _, path = await saved(api)
+    body = {"source_path": path, "session_id": await api.session(), "model_seq_id": 7}
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint_files, "link_files", link_files)
+        response = await api.http.post("/api/v1/copy_weights", json=body)
+    assert response.status_code == 503
+    assert "cannot be written (No space left on device)" in response.text
+    assert (await api.http.post("/api/v1/copy_weights", json=body)).status_code == 200
 
 
 async def test_a_copys_run_is_listed_and_cannot_be_trained(api: Api) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tinkercloud.errors import QuotaExceeded, StorageFailed
+from tinkercloud.errors import NO_WRITES, QuotaExceeded, StorageFailed
 from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.storage.metadata import Checkpoint, MetadataStorage, Model, Segment
 
@@ -71,7 +71,8 @@ class CheckpointWriter:
         ttl_s: int | None,
         max_user_bytes: int | None = None,
     ) -> Checkpoint:
-        """The same checkpoint as one of `model`, under its name; storage is shared."""
+        """The same checkpoint as one of `model`, under its name; storage is shared. Raises
+        StorageFailed where the disk takes no files."""
         now = time.time()
         checkpoint = replace(
             source,
@@ -88,7 +89,12 @@ class CheckpointWriter:
             await asyncio.to_thread(checkpoint_files.verify, origin)
             await asyncio.to_thread(checkpoint_files.link_files, origin, directory)
 
-        return await self._write(checkpoint, fill, max_user_bytes)
+        try:
+            return await self._write(checkpoint, fill, max_user_bytes)
+        except OSError as error:
+            if error.errno in NO_WRITES:
+                raise StorageFailed(str(error.strerror)) from error
+            raise
 
     async def _write(
         self, checkpoint: Checkpoint, fill: Fill, max_user_bytes: int | None
