@@ -280,6 +280,7 @@ class Client:
     async def _delete_checkpoint(self, step: Step) -> None:
         """Of one that was waited for; others may load it meanwhile."""
         saved = [each for model in self._models for each in model.saved]
+        saved = [each for each in saved if each[0] not in self._history.by_name]
         if not saved:
             return
         path, poll, request = saved[step.seed % len(saved)]

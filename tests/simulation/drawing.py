@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from tests.simulation.schedule import (
     AGENT_WEIGHTS,
     LITTLE_BYTES,
+    SCENES,
     USERS,
     ClockJump,
     Command,
@@ -55,6 +56,8 @@ LOOK_WEIGHT = 6
 """Beside those of agents: there are many things to look at."""
 MAX_SCENES = 4
 """Of a program."""
+LONG = 3
+MUCH_BYTES = 10**9
 MINUTE_DAYS = 1 / 1440
 FEW_CHECKPOINTS = 20_000
 """Bytes: of some."""
@@ -77,7 +80,7 @@ def generate(seed: int) -> Schedule:
         operation_s=choices.choice((0.002, 0.3, 1.5)),
         jumps=tuple(_jump(choices) for _ in range(choices.choice((0, 0, 1, 2)))),
         idle_model_s=choices.choice((1e6, 1e6, 2.0)),
-        archive_bytes=random.Random(f"{seed} archive").choice((0, 3000, 10**9)),
+        archive_bytes=random.Random(f"{seed} archive").choice((0, 3000, MUCH_BYTES)),
         session_ttl_s=random.Random(f"{seed} session").choice((1e6, 1e6, 20.0)),
     )
     settings = random.Random(f"{seed} settings")
@@ -95,9 +98,10 @@ def generate(seed: int) -> Schedule:
     is_at_awaits = random.Random(f"{seed} awaits").random() < 0.5
     schedule = replace(schedule, await_rate=AWAIT_RATE if is_at_awaits else 0.0)
     ways = random.Random(f"{seed} ways")
+    is_cut = schedule.archive_bytes < MUCH_BYTES or schedule.archive_days < 1
     return replace(
         schedule,
-        commands=_commands(random.Random(f"{seed} commands")),
+        commands=_commands(random.Random(f"{seed} commands"), is_cut=is_cut),
         all_is_large=ways.random() < 0.3,
         other_numerics_from=ways.choice((None, None, 1, 2)),
     )
@@ -183,6 +187,9 @@ def _with_scenes(schedule: Schedule, choices: random.Random) -> Schedule:
         steps = list(program)
         for _ in range(choices.randint(1, MAX_SCENES)):
             steps.insert(choices.randint(len(steps) // 3, len(steps)), _step(choices, "scene"))
+        if schedule.published_bytes == LITTLE_BYTES:
+            silence = Step("scene", size=LONG, seed=SCENES.index("fall_silent"))
+            steps.insert(choices.randint(len(steps) * 2 // 3, len(steps)), silence)
         programs.append(tuple(steps))
     match (
         choices.choices(("none", "long", "at a rename"), (6, 2, 2))[0] if not schedule.disk else ""
@@ -199,14 +206,14 @@ def _with_scenes(schedule: Schedule, choices: random.Random) -> Schedule:
     return replace(schedule, programs=tuple(programs))
 
 
-def _commands(choices: random.Random) -> tuple[Command, ...]:
-    """Beside half of them."""
-    if choices.random() < 0.5:
+def _commands(choices: random.Random, *, is_cut: bool) -> tuple[Command, ...]:
+    """Beside half of them, and more where only the ends of runs are kept."""
+    if choices.random() < 0.5 and not is_cut:
         return ()
     kinds = get_args(CommandKind)
     return tuple(
         Command(choices.choice(kinds), 60.0 * choices.random() ** 2, choices.getrandbits(32))
-        for _ in range(choices.randint(1, 4))
+        for _ in range(choices.randint(3, 7) if is_cut else choices.randint(1, 4))
     )
 
 

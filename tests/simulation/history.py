@@ -93,6 +93,9 @@ class History:
     captures: list[Captured] = field(default_factory=list)
     shared: dict[str, str] = field(default_factory=dict)
     """Paths of checkpoints that were published, perhaps for a while: whose they are."""
+    by_name: set[str] = field(default_factory=set)
+    """Paths of checkpoints that are loaded by their names, and that no script deletes: a copy may
+    have the same name."""
     wrong: list[str] = field(default_factory=list)  # in answers, whatever ended
 
     def samples(self) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from tests.simulation.bodies import custom_loss, prompt_of, record_batch, sample
 from tests.simulation.client import Client, is_done
 from tests.simulation.handles import Sampler
 from tests.simulation.looks import LOSS
-from tests.simulation.schedule import BASES, Step
+from tests.simulation.schedule import BASES, SCENES, Step
 from tests.simulation.wires import PROTOBUF
 
 FIRST_COPY = 10**6
@@ -35,23 +35,8 @@ class Player(Client):
         return {**super()._actions(), "scene": self._play}
 
     async def _play(self, step: Step) -> None:
-        scenes = (
-            self._share,
-            self._share,
-            self._borrow,
-            self._copy,
-            self._train_with_loss,
-            self._train_on_record,
-            self._download,
-            self._fall_silent,
-            self._read_twice,
-            self._sample_without_session,
-            self._join_twice,
-            self._ask_too_much,
-            self._load_by_name,
-            self._be_rewarded,
-        )
-        await scenes[step.seed % len(scenes)](step)
+        scene: Callable[[Step], Awaitable[None]] = getattr(self, f"_{scene_of(step)}")
+        await scene(step)
 
     def _beside(self, scene: Awaitable[None]) -> None:
         """Of what the program does next."""
@@ -147,6 +132,9 @@ class Player(Client):
         path, model = await self._saved(step), self._model(step)
         if model is None or path is None or not path.startswith(f"tinker://{model.model_id}/"):
             return
+        if path in self._history.removed:
+            return
+        self._history.by_name.add(path)
         request = self._request(replace(step, kind="load_into"), model)
         request.body |= {"path": path, "optimizer": step.overwrite}
         name = path.rpartition("/")[2]
@@ -253,6 +241,10 @@ class Player(Client):
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
         return await self._leniently(self._wire.post(path, json.dumps(body).encode()))
+
+
+def scene_of(step: Step) -> str:
+    return SCENES[step.seed % len(SCENES)]
 
 
 def _place(path: str) -> str:

@@ -46,6 +46,12 @@ BASES = ("sim/small", "sim/large")
 VOCAB_SIZE = 24
 LITTLE_BYTES = 1
 """Of published weights: less than anything has."""
+SCENES = (
+    *("share", "share", "borrow", "copy", "train_with_loss", "train_on_record", "download"),
+    *("fall_silent", "read_twice", "sample_without_session", "join_twice", "ask_too_much"),
+    *("load_by_name", "be_rewarded"),
+)
+"""By the seed of a step."""
 MAX_AT_AWAITS = 8
 """Crashes of one run, where it ends at awaits."""
 
