@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.drawing import generate
 from tests.simulation.planted import PLANTED, finds, planted, seeds_for
 from tests.simulation.run import run_schedule
-from tinkercloud.core.lane import LaneOrder
+from tinkercloud.services.models.sampling_service import SamplingService
 
 MAX_SCHEDULES = 2000
 FOUND_LATE = (
@@ -46,12 +46,15 @@ def test_a_rare_bug_changes_what_runs() -> None:
 def test_a_bug_that_does_not_fit_the_service_is_not_taken_for_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def push(self: Any, seq_id: int, item: Any, *, is_chunk: bool) -> None:
-        self.renamed.push(seq_id, item)
+    """Where it is called so rarely that the schedule does not go on trying for long."""
 
-    monkeypatch.setitem(PLANTED, "order of arrival", lambda: (LaneOrder, "push", push))
+    async def publish(self: Any, *arguments: Any, **options: Any) -> None:
+        await self.renamed.publish_model(*arguments, **options)
+
+    bug = "sampler follows its model"
+    monkeypatch.setitem(PLANTED, bug, lambda: (SamplingService, "publish_model", publish))
     with pytest.raises(AssertionError, match="renamed"):
-        finds("order of arrival", next(seeds_for("order of arrival", MAX_SCHEDULES)))
+        finds(bug, next(seeds_for(bug, MAX_SCHEDULES)))
 
 
 @pytest.mark.slow
