@@ -50,16 +50,14 @@ def test_a_head_learns_what_its_policy_will_say(measure):
     assert all(a > b for a, b in zip(after.by_depth, before.by_depth, strict=True))
 
 
-def test_a_head_unrolled_on_its_own_outputs_drafts_deeper_than_one_that_was_not():
-    policy = ToyPolicy(0)
-    depths = {}
-    for num_steps in (1, 3):
-        trainer = trainer_of(policy.weights, HeadObjective(num_steps=num_steps))
-        fitted(trainer, filled(policy))
-        judge = trainer_of(policy.weights, HeadObjective(num_steps=3))
-        assign(judge, trainer.params)
-        depths[num_steps] = judge.evaluate(policy.sequences(8, 9000)).by_depth
-    assert depths[3][2] > depths[1][2] + 0.05
+def test_a_head_unrolled_on_its_own_outputs_drafts_deeper_than_one_that_was_not(trained_head):
+    policy, unrolled = trained_head
+    other = trainer_of(policy.weights, HeadObjective(num_steps=1))
+    fitted(other, filled(policy))
+    judge = trainer_of(policy.weights)
+    assign(judge, other.params)
+    held = policy.sequences(8, 9000)
+    assert unrolled.evaluate(held).by_depth[2] > judge.evaluate(held).by_depth[2] + 0.05
 
 
 def test_replay_keeps_the_acceptance_on_the_old_task():
