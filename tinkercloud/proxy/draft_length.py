@@ -84,8 +84,11 @@ class DraftLengthController:
         if not drafting_s > FREE * token_s:  # nor where one of them is not known
             return most
         lengths = sorted({most, *(1 << power for power in range(most.bit_length()))})
-        savings = self._savings(num_prompt, most, is_streaming=is_streaming)
-        net = {k: savings[k - 1] - MARGIN * self._costs.drafted.at(k) for k in lengths}
+        savings = self._savings(num_prompt, lengths, is_streaming=is_streaming)
+        net = {
+            num: saved - MARGIN * self._costs.drafted.at(num)
+            for num, saved in zip(lengths, savings, strict=True)
+        }
         best = max(lengths, key=net.__getitem__)
         if net[best] > 0 or self._num_unasked >= self._wait:
             return best
@@ -95,7 +98,8 @@ class DraftLengthController:
         """How many tokens of a draft are to be verified now; 0: the target samples on."""
         if not num_drafted or not self._costs.are_known:
             return num_drafted
-        savings = self._savings(num_prompt, num_drafted, is_streaming=is_streaming)
+        lengths = range(1, num_drafted + 1)
+        savings = self._savings(num_prompt, lengths, is_streaming=is_streaming)
         best = max(range(num_drafted), key=savings.__getitem__)
         if savings[best] > 0:
             return best + 1
@@ -129,14 +133,16 @@ class DraftLengthController:
         self._wait = min(2 * self._wait, MOST_WAITED) if is_miss else FIRST_ASKED
         self.rate.add(is_right=is_right)
 
-    def _savings(self, num_prompt: int, num_drafted: int, *, is_streaming: bool) -> list[float]:
-        """(K,): seconds, by how many tokens are verified; one of the target's own comes with
+    def _savings(
+        self, num_prompt: int, lengths: Sequence[int], *, is_streaming: bool
+    ) -> list[float]:
+        """Seconds, where so many tokens are verified, ascending; one of the target's own comes with
         them."""
-        token_s = self._costs.token.seconds
+        token_s, accepted = self._costs.token.seconds, self.rate.accepted(lengths[-1])
         return [
-            (expected + 1) * token_s
-            - MARGIN * self._cost_s(num_prompt, place + 1, is_streaming=is_streaming)
-            for place, expected in enumerate(self.rate.accepted(num_drafted))
+            (accepted[num - 1] + 1) * token_s
+            - MARGIN * self._cost_s(num_prompt, num, is_streaming=is_streaming)
+            for num in lengths
         ]
 
     def _cost_s(self, num_prompt: int, num_drafted: int, *, is_streaming: bool) -> float:
