@@ -1,5 +1,6 @@
 # pyright: reportMissingImports=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportReturnType=false
 """`rowwise` for GPUs, each part one pass over memory, as Triton kernels: a `rowwise.RowWise`.
 
 Rounded where `rowwise` rounds. What the kernels do not cover (GELU, pairs of neighbours, a part of
