@@ -49,7 +49,6 @@ DECODE_TARGET, TRAINING_TARGET, PEER_TARGET = 0.70, 0.45, 1.0
 LOGIT_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2}  # of the largest logit
 GRAPHS, ADAPTER, EAGER, PEER = "graphs", "graphs, adapter", "eager", "transformers"
 NONE = "-"
-NUM_TRAINED = 3
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def training_rows(
     """model: the same network as a peer has it."""
     num, length = plan.train[base.name]
     tokens = np.random.default_rng(5).integers(0, base.config.vocab_size, (num, length + 1))
-    runs = [train_call(base, list(tokens), NUM_TRAINED)]
+    runs = [train_call(base, list(tokens), gpu_peers.NUM_TRAINED)]
     if not math.isclose(runs[0].loss / num / length, math.log(base.config.vocab_size), rel_tol=0.3):
         raise SystemExit(f"{base.name}: a loss of {runs[0].loss / num / length:.2f} is not right")
     if model is not None and find_spec("peft") is not None:

@@ -16,7 +16,7 @@ ROUNDS = 10
 PER_BLOCK = 8  # random numbers of 32 bits that one counter gives
 MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_LOW = 0xFFFFFFFF
+LOW = 0xFFFFFFFF
 
 
 def signed(number: int) -> int:
@@ -44,7 +44,7 @@ def plain_words(keys: Tensor, vocab_size: int) -> Tensor:
     for _ in range(ROUNDS):
         counter = _round(counter, key)
         key = [part + signed(step) for part, step in zip(key, KEY_STEPS, strict=True)]
-    halves = [half for part in counter for half in (part & _LOW, (part >> 32) & _LOW)]
+    halves = [half for part in counter for half in (part & LOW, (part >> 32) & LOW)]
     return torch.stack(halves, -1).flatten(1)[:, :vocab_size]
 
 
@@ -59,11 +59,11 @@ def _round(
 
 def _upper(x: Tensor, factor: int) -> Tensor:
     """The upper 64 bits of the product of two uint64."""
-    factor_low, factor_high = factor & _LOW, factor >> 32
-    low, high = x & _LOW, (x >> 32) & _LOW
-    middle = high * factor_low + (((low * factor_low) >> 32) & _LOW)
-    other = low * factor_high + (middle & _LOW)
-    return high * factor_high + ((middle >> 32) & _LOW) + ((other >> 32) & _LOW)
+    factor_low, factor_high = factor & LOW, factor >> 32
+    low, high = x & LOW, (x >> 32) & LOW
+    middle = high * factor_low + (((low * factor_low) >> 32) & LOW)
+    other = low * factor_high + (middle & LOW)
+    return high * factor_high + ((middle >> 32) & LOW) + ((other >> 32) & LOW)
 
 
 @cache

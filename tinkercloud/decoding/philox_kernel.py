@@ -13,7 +13,6 @@ from torch import Tensor
 from tinkercloud.decoding import philox
 
 _BLOCKS = 128  # counters of one program
-_LOW = 0xFFFFFFFF
 
 
 def random_words(keys: Tensor, vocab_size: int) -> Tensor:
@@ -27,7 +26,7 @@ def random_words(keys: Tensor, vocab_size: int) -> Tensor:
         "STEP_1": philox.KEY_STEPS[1],
     }
     _words[grid](keys, out, vocab_size, BLOCKS=_BLOCKS, ROUNDS=philox.ROUNDS, **constants)
-    return out.long() & _LOW  # `&` of int32 stays int32, and half of the numbers negative
+    return out.long() & philox.LOW  # `&` of int32 stays int32, and half of the numbers negative
 
 
 @triton.jit
