@@ -89,8 +89,8 @@ def test_the_quickstart_teaches_the_secret_word(server: Server) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    *steps, answer = done.stdout.splitlines()
-    losses = [float(line.split()[1]) for line in steps]
-    assert len(losses) == 20
+    lines = done.stdout.splitlines()
+    losses = [float(line.split()[1]) for line in lines[:20]]
     assert losses[-1] < 0.1 < losses[0]
-    assert "marzipan" in answer
+    # The text after the word is the model's, and may be a new line.
+    assert "marzipan" in lines[20]
