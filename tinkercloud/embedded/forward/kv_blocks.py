@@ -1,8 +1,9 @@
 """Keys and values in blocks of equal size, shared by sequences with the same prefix.
 
 A full block can be found by the digest of what it holds: its version's id, the salt of those who
-share it, and all tokens up to its end. Blocks without holders keep their content until they are
-needed, the least recently used first.
+share it, and all tokens up to its end. The block that was computed last behind such a prefix, full
+or begun, can be found by the prefix's digest, for the tokens that it begins with. Blocks without
+holders keep their content until they are needed, the least recently used first.
 
 Axes: Hkv key/value heads, Dh head size.
 """
@@ -11,6 +12,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
@@ -30,18 +32,32 @@ def blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
+def digest_before(version_id: str, salt: str) -> Digest:
+    """Of the first block."""
+    return f"{version_id}\0{salt}".encode()
+
+
 def block_digests(
     version_id: str, salt: str, tokens: Sequence[int], first: Sequence[Digest] = ()
 ) -> list[Digest]:
     """The digest of every full block of `tokens`, different for each salt; `first`: those of the
     first blocks, which are not computed again."""
     digests = list(first)
-    before = digests[-1] if digests else f"{version_id}\0{salt}".encode()
+    before = digests[-1] if digests else digest_before(version_id, salt)
     for start in range(len(digests) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         block = np.asarray(tokens[start : start + BLOCK_TOKENS], np.int64).tobytes()
         before = blake2b(before + block, digest_size=16).digest()
         digests.append(before)
     return digests
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """The first tokens of a block, which nobody writes any more."""
+
+    block: int
+    version_id: str
+    tokens: tuple[int, ...]
 
 
 class KVLayout(Enum):
@@ -94,6 +110,8 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._digests: dict[int, tuple[str, Digest]] = {}  # by block
         self._blocks: dict[Digest, int] = {}
+        self._beginnings: dict[Digest, _Beginning] = {}  # by the digest before them
+        self._beginning_digests: dict[int, Digest] = {}  # by block
         # Registered, without holders, and since when.
         self._cached: OrderedDict[int, float] = OrderedDict()
 
@@ -146,7 +164,7 @@ class BlockPool:
             self._num_holders[block] -= 1
             assert self._num_holders[block] >= 0, "freed more often than acquired"
             if not self._num_holders[block]:
-                if block in self._digests:
+                if block in self._digests or block in self._beginning_digests:
                     self._cached[block] = time.monotonic()
                 else:
                     self._unused.append(block)
@@ -169,13 +187,40 @@ class BlockPool:
             self._blocks[digest] = block
             self._digests[block] = (version_id, digest)
 
+    def register_beginning(
+        self, block: int, version_id: str, before: Digest, tokens: Sequence[int]
+    ) -> None:
+        """From now on these first tokens of a block, which nobody writes any more, can be found by
+        the digest before it, until another block's are registered there."""
+        self._forget_beginning(before)
+        if block in self._beginning_digests:
+            self._forget_beginning(self._beginning_digests[block])
+        self._beginnings[before] = _Beginning(block, version_id, tuple(tokens))
+        self._beginning_digests[block] = before
+
+    def find_beginning(self, before: Digest, tokens: Sequence[int]) -> tuple[int, int] | None:
+        """A block, acquired, and with how many of `tokens` it begins, at least one. Who writes
+        behind these has to copy it."""
+        beginning = self._beginnings.get(before)
+        if beginning is None:
+            return None
+        pairs = enumerate(zip(beginning.tokens, tokens, strict=False))
+        shorter = min(len(beginning.tokens), len(tokens))
+        num_equal = next((i for i, (own, other) in pairs if own != other), shorter)
+        if not num_equal:
+            return None
+        self.acquire([beginning.block])
+        return beginning.block, num_equal
+
     def forget(self, version_id: str) -> None:
         """No block of a version is found any more."""
+        for before in [
+            d for d, beginning in self._beginnings.items() if beginning.version_id == version_id
+        ]:
+            self._forget_beginning(before)
         for block in [b for b, (version, _) in self._digests.items() if version == version_id]:
             del self._blocks[self._digests.pop(block)[1]]
-            if block in self._cached:
-                del self._cached[block]
-                self._unused.append(block)
+            self._discard_unfound(block)
 
     def forget_unused(self, before_s: float) -> None:
         """What has had no holder since before that time (`time.monotonic`) is not found any
@@ -203,8 +248,24 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._blocks[self._digests.pop(block)[1]]
+        if block in self._digests:
+            del self._blocks[self._digests.pop(block)[1]]
+        if block in self._beginning_digests:
+            del self._beginnings[self._beginning_digests.pop(block)]
         return block
+
+    def _forget_beginning(self, before: Digest) -> None:
+        beginning = self._beginnings.pop(before, None)
+        if beginning is not None:
+            del self._beginning_digests[beginning.block]
+            self._discard_unfound(beginning.block)
+
+    def _discard_unfound(self, block: int) -> None:
+        """It is unused if it has no holder and cannot be found."""
+        is_found = block in self._digests or block in self._beginning_digests
+        if block in self._cached and not is_found:
+            del self._cached[block]
+            self._unused.append(block)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -89,7 +89,7 @@ class BlockReservation:
         """Free its blocks: it keeps its place in the queue, and computes keys and values again."""
         cache = self._cache_of(sequence.job.version.base)
         self.num_preempted += 1
-        sequence.free_blocks(cache.pool)
+        sequence.free_blocks(cache.pool, register=cache.is_reproducible)
         if not cache.is_reproducible:
             self.num_discarded += len(sequence.logprobs)
             self._on_discard(sequence)
@@ -118,7 +118,8 @@ class BlockReservation:
             job = prompt_to_free(youngest_first, needed_by, self._has_blocks(base))
             if job is None:
                 continue
-            job.prompt.free_blocks(self._cache_of(base).pool)
+            cache = self._cache_of(base)
+            job.prompt.free_blocks(cache.pool, register=cache.is_reproducible)
             if queue is self._queues.ready:
                 self._queues.ready.remove(job)
                 self._queues.waiting.append_first(job)

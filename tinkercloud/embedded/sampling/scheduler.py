@@ -194,7 +194,8 @@ class Scheduler:
         if not complete:
             return
         for sample in complete:
-            sample.free_blocks(self._cache_of(sample.job.version.base).pool)
+            cache = self._cache_of(sample.job.version.base)
+            sample.free_blocks(cache.pool, register=cache.is_reproducible)
         self._queues.running = [each for each in self._queues.running if each not in complete]
         running = {each.job for each in self._queues.running}
         for job in {sample.job for sample in complete} - running:
@@ -203,13 +204,13 @@ class Scheduler:
 
     def drop(self, job: Job) -> None:
         """Forget it, and free the blocks of its sequences."""
-        pool = self._cache_of(job.version.base).pool
+        cache = self._cache_of(job.version.base)
         for queue in (self._queues.waiting, self._queues.ready):
             if job in queue:
                 queue.remove(job)
         self._forget(job)
         for sequence in [s for s in (job.prompt, *self._queues.running) if s.job is job]:
-            sequence.free_blocks(pool)
+            sequence.free_blocks(cache.pool, register=cache.is_reproducible)
             self._on_discard(sequence)
         self._queues.running = [s for s in self._queues.running if s.job is not job]
 
@@ -316,9 +317,9 @@ class Scheduler:
         if job.is_scoring or not cache.is_reproducible:
             return True
         job.cache_hit_tokens = prompt.find_prefix(cache.pool)
-        missing = prompt.digests[len(prompt.blocks) :]
+        missing = prompt.digests[prompt.num_computed // BLOCK_TOKENS :]
         if missing and missing[0] in computing:
-            prompt.free_blocks(cache.pool)
+            prompt.free_blocks(cache.pool, register=False)
             return False
         return True
 

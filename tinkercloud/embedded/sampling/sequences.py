@@ -25,6 +25,7 @@ from tinkercloud.embedded.forward.kv_blocks import (
     Digest,
     block_digests,
     blocks_for,
+    digest_before,
 )
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.sampling.prefill_budget import RowWork
@@ -85,14 +86,35 @@ class Sequence:
         return pool.extend(self.blocks, num_tokens)
 
     def find_prefix(self, pool: BlockPool) -> int:
-        """Share the blocks of its longest cached prefix; the number of tokens in them. The last
-        token is always left to compute: its logits are needed."""
+        """Share the blocks of its longest cached prefix, and copy what is cached of the next one;
+        the number of tokens in them. The last token is always left to compute: its logits are
+        needed."""
         assert not self.blocks
         self.digests = self._digests(self.tokens)
         self.blocks = pool.find(self.digests[: (len(self.tokens) - 1) // BLOCK_TOKENS])
         self.num_registered = len(self.blocks)
         self.num_computed = len(self.blocks) * BLOCK_TOKENS
+        self._copy_beginning(pool)
         return self.num_computed
+
+    def _copy_beginning(self, pool: BlockPool) -> None:
+        """Of the block behind the shared ones, which was computed by who parts from it there."""
+        start = self.num_computed
+        tokens = self.tokens[start : min(start + BLOCK_TOKENS, len(self.tokens) - 1)]
+        found = pool.find_beginning(self._digest_before(len(self.blocks)), tokens)
+        if found is None:
+            return
+        block, num_tokens = found
+        if (copied := pool.allocate(1)) is not None:
+            pool.copy(block, copied[0])
+            self.blocks += copied
+            self.num_computed += num_tokens
+        pool.free([block])
+
+    def _digest_before(self, num_blocks: int) -> Digest:
+        if num_blocks:
+            return self.digests[num_blocks - 1]
+        return digest_before(self.job.version.id, self.job.request.cache_salt)
 
     def _digests(self, tokens: list[int]) -> list[Digest]:
         salt = self.job.request.cache_salt
@@ -108,6 +130,7 @@ class Sequence:
             self.digests = self._digests(self.tokens[: self.num_computed])
         for i in range(self.num_registered, num_full):
             pool.register(self.blocks[i], self.job.version.id, self.digests[i])
+            self._register_beginning(pool, i)
         self.num_registered = max(self.num_registered, num_full)
 
     def free_excess(self, pool: BlockPool) -> None:
@@ -135,9 +158,19 @@ class Sequence:
         sample.digests, sample.num_registered = list(self.digests), self.num_registered
         return sample
 
-    def free_blocks(self, pool: BlockPool) -> None:
+    def free_blocks(self, pool: BlockPool, *, register: bool) -> None:
+        """register: who continues its tokens finds what is computed of the last block too."""
+        if register and self.num_computed % BLOCK_TOKENS:
+            self._register_beginning(pool, self.num_computed // BLOCK_TOKENS)
         pool.free(self.blocks)
         self.blocks, self.num_computed, self.num_registered = [], 0, 0
+
+    def _register_beginning(self, pool: BlockPool, index: int) -> None:
+        """Of one of its blocks: the tokens that are computed of it."""
+        end = min((index + 1) * BLOCK_TOKENS, self.num_computed)
+        tokens = self.tokens[index * BLOCK_TOKENS : end]
+        before = self._digest_before(index)
+        pool.register_beginning(self.blocks[index], self.job.version.id, before, tokens)
 
     def restart(self) -> None:
         """Drop the sampled tokens: the noise is keyed by position, so that the same are drawn

@@ -12,7 +12,12 @@ from tests.embedded.exactness import assert_same_samples_in_company
 from tests.embedded.tiny import VOCAB, Sampler, ask, open_store, random_prompt, same, tuned
 from tinkercloud.core.types import FromBase, SampleOutput
 from tinkercloud.embedded.forward import runners
-from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, block_digests
+from tinkercloud.embedded.forward.kv_blocks import (
+    BLOCK_TOKENS,
+    BlockPool,
+    block_digests,
+    digest_before,
+)
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling import base_states, scheduler, step_length
 from tinkercloud.embedded.sampling.batch_plan import BatchItem
@@ -117,12 +122,47 @@ def test_many_adapters_in_one_batch_are_each_as_alone(store: ModelStore, base: s
 # ---- beginnings that are known
 
 
-def test_a_cached_prompt_is_computed_from_its_last_block_on(store: ModelStore, base: str) -> None:
+def test_of_a_cached_prompt_the_last_token_is_computed(store: ModelStore, base: str) -> None:
     sampler = Sampler(store)
     request = ask(PROMPT, max_tokens=30, seed=4, use_eos=False)
     first, second = sampler.one(base, request), sampler.one(base, request)
-    assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, 96)
+    assert (first.prompt_cache_hit_tokens, second.prompt_cache_hit_tokens) == (0, 99)
     same(first, second)
+
+
+@pytest.mark.parametrize("num_tokens", [*range(1, 19), 95, 96, 97, 100])
+def test_of_a_prompt_that_leaves_a_cached_one_what_they_share_is_not_computed_again(
+    store: ModelStore, base: str, num_tokens: int
+) -> None:
+    """Where they part is within a block, and the first one's content stays."""
+    sampler = Sampler(store)
+    first = ask(PROMPT[:num_tokens], max_tokens=1, seed=4, use_eos=False)
+    before = sampler.one(base, first)
+    for shared in {max(1, num_tokens - 5), num_tokens - 1, num_tokens} - {0}:
+        other = ask([*PROMPT[:shared], 7, 9], max_tokens=20, seed=5, use_eos=False)
+        output = sampler.one(base, other)
+        assert output.prompt_cache_hit_tokens >= shared // BLOCK_TOKENS * BLOCK_TOKENS
+        same(output, Sampler(store).one(base, other))
+    again = sampler.one(base, first)
+    same(again, before)
+
+
+def test_a_draft_is_judged_behind_what_is_cached_of_its_prompt(
+    store: ModelStore, base: str
+) -> None:
+    """Rounds of a sample that another process drafts: each computes the draft and one token."""
+    sampler = Sampler(store)
+    whole = Sampler(store).one(base, ask(PROMPT, max_tokens=40, seed=2, use_eos=False))
+    (sequence,), tokens = whole.sequences, list[int]()
+    while len(tokens) < 36:
+        right = sequence.tokens[len(tokens) : len(tokens) + 4].tolist()
+        drafted = (*right[:3], right[3] ^ 1)
+        request = ask([*PROMPT, *tokens], max_tokens=5, seed=2, use_eos=False, drafted=drafted)
+        output = sampler.one(base, request)
+        if tokens:
+            assert output.prompt_cache_hit_tokens == len(PROMPT) + len(tokens) - 1
+        tokens += output.sequences[0].tokens[:4].tolist()
+    assert tokens == sequence.tokens[: len(tokens)].tolist()
 
 
 def test_the_second_turn_of_a_chat_computes_only_what_is_new(store: ModelStore, base: str) -> None:
@@ -131,7 +171,7 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(store: ModelStore, 
     turn = [*PROMPT, *answer.tokens.tolist(), *random_prompt(20, 1)]
     request = ask(turn, max_tokens=20, seed=3, use_eos=False)
     output = sampler.one(base, request)
-    assert output.prompt_cache_hit_tokens == (100 + 39) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert output.prompt_cache_hit_tokens == 100 + 39
     same(output, Sampler(store).one(base, request))
 
 
@@ -305,6 +345,49 @@ def test_a_block_with_a_holder_is_never_evicted(pool: BlockPool) -> None:
     assert pool.num_available == 1
     pool.free(held)
     assert pool.num_available == 4
+
+
+def test_a_begun_block_is_found_by_what_it_begins_with_until_it_is_evicted(
+    pool: BlockPool,
+) -> None:
+    before = digest_before("v", "")
+    (block,) = pool.allocate(1) or []
+    pool.register_beginning(block, "v", before, [5, 6, 7])
+    pool.free([block])
+    assert pool.num_available == 4
+    assert pool.find_beginning(before, [5, 6, 8]) == (block, 2)
+    pool.free([block])
+    assert pool.find_beginning(before, [4, 6]) is None
+    assert pool.find_beginning(digest_before("w", ""), [5]) is None
+    taken = pool.allocate(4) or []
+    assert sorted(taken) == [0, 1, 2, 3]
+    assert pool.find_beginning(before, [5]) is None
+    pool.free(taken)
+    assert pool.num_available == 4
+
+
+def test_of_two_blocks_behind_one_prefix_the_later_one_is_found(pool: BlockPool) -> None:
+    before = digest_before("v", "")
+    first, second = pool.allocate(2) or []
+    pool.register_beginning(first, "v", before, [5, 6])
+    pool.free([first])
+    pool.register_beginning(second, "v", before, [8])
+    pool.free([second])
+    assert pool.find_beginning(before, [5]) is None
+    assert pool.find_beginning(before, [8]) == (second, 1)
+    pool.free([second])
+    # A full block that is found by its own digest too stays, whatever is registered at its place.
+    (digest,) = block_digests("v", "", list(range(16)))
+    pool.register(second, "v", digest)
+    third = (pool.allocate(1) or [])[0]
+    pool.register_beginning(third, "v", before, [9])
+    pool.free([third])
+    assert pool.find([digest]) == [second]
+    pool.free([second])
+    pool.forget("v")
+    assert pool.find([digest]) == []
+    assert pool.find_beginning(before, [9]) is None
+    assert len(set(pool.allocate(4) or [])) == 4
 
 
 def test_a_digest_covers_the_version_the_salt_and_all_tokens_before() -> None:
