@@ -223,8 +223,30 @@ def test_a_draft_that_would_save_little_is_verified_again_after_a_long_time() ->
     assert length.verified(100, 3, is_streaming=True) == 0
     costs.was_streamed(1000, 100.0, None)
     assert length.verified(100, 3, is_streaming=True) == 3
-    costs.was_verified(20, 0.4)
+    costs.was_verified(20, 0.4, closes_stream=False)
     assert length.verified(100, 3, is_streaming=True) == 0
+
+
+def test_what_closing_a_stream_takes_is_not_taken_for_a_verification_s_time() -> None:
+    """So that a draft behind verified ones is not left out for it."""
+    costs = known_costs()
+    length = controller(costs, num_right=1)
+    for _ in range(3):
+        costs.was_verified(4, 0.4, closes_stream=True)
+    assert costs.verified.at(4) == pytest.approx(0.1)
+    assert length.verified(100, 3, is_streaming=True) == 0
+    assert length.verified(100, 3, is_streaming=False) == 3
+
+
+async def test_a_draft_for_which_a_stream_is_closed_is_not_asked_for_again() -> None:
+    target = TimedServer("tinkercloud", ScriptedModel(), verify_s=TOKEN_S, row_s=0.0005)
+    draft = ScriptedServer("vllm", ScriptedModel(leader=target.model, agreement=0.9))
+    proxy = speculator(target, draft, most=16, clock=lambda: target.now)
+    await proxy.measure((3, 5, 1, 4))
+    await sampled(proxy, num=NUM_TOKENS)
+    asked = [tuple(body["prompt"]) for _, body in draft.requests]
+    assert proxy.counts.rounds > 2 < proxy.counts.plain
+    assert len(asked) == len(set(asked))
 
 
 def test_a_slow_drafter_that_is_never_right_is_asked_less_and_less() -> None:

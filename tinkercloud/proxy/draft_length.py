@@ -149,5 +149,6 @@ class DraftLengthController:
         cost_s = self._costs.verified.at(self._rows(num_prompt, num_drafted))
         if not is_streaming:
             return cost_s
-        opening_s = self._costs.opened.at(num_prompt + num_drafted)
-        return cost_s + (0.0 if math.isnan(opening_s) else opening_s)
+        for more_s in (self._costs.opened.at(num_prompt + num_drafted), self._costs.closed.at(1)):
+            cost_s += 0.0 if math.isnan(more_s) else more_s
+        return cost_s

@@ -75,12 +75,14 @@ class TokenTime:
 class RoundCosts:
     """Of an upstream, in seconds. token: that it streams. opened: until a stream's first tokens,
     without their own time, over the prompt's tokens. verified: over tokens that a verification
-    computes, with the prompt's where the target computes it anew. drafted: over tokens that are
-    asked of drafters. unverified_s: streamed since the last verification."""
+    computes, with the prompt's where the target computes it anew. closed: what one takes more where
+    a stream is closed for it, whose next token has begun. drafted: over tokens that are asked of
+    drafters. unverified_s: streamed since the last verification."""
 
     token: TokenTime = field(default_factory=TokenTime)
     opened: LineFit = field(default_factory=LineFit)
     verified: LineFit = field(default_factory=LineFit)
+    closed: LineFit = field(default_factory=LineFit)
     drafted: LineFit = field(default_factory=LineFit)
     unverified_s: float = 0.0
 
@@ -97,9 +99,12 @@ class RoundCosts:
         elif self.token.seconds > 0:
             self.opened.add(opened_at, max(0.0, seconds - tokens * self.token.seconds))
 
-    def was_verified(self, rows: int, seconds: float) -> None:
+    def was_verified(self, rows: int, seconds: float, *, closes_stream: bool) -> None:
         self.unverified_s = 0.0
-        self.verified.add(rows, seconds)
+        if closes_stream and self.verified.weight:
+            self.closed.add(1, max(0.0, seconds - self.verified.at(rows)))
+        else:
+            self.verified.add(rows, seconds)
 
 
 class StreamTimer:

@@ -41,7 +41,7 @@ class SpeculationCounts:
 @dataclass(slots=True, eq=False)
 class _Sample:
     """tokens: the prompt's, and those that were sampled since. left: that may still be sampled.
-    draft: what of it is to be verified next."""
+    draft: what of it is to be verified next, and whether the target's stream is closed for it."""
 
     tokens: tuple[int, ...]
     left: int
@@ -51,6 +51,7 @@ class _Sample:
     length: DraftLengthController
     sessions: DraftSessions
     draft: tuple[int, ...] = ()
+    closes_stream: bool = False
     has_ended: bool = False
 
     @property
@@ -97,7 +98,7 @@ class Speculator:
                     timer.add(len(piece.tokens))
             began, computed = self._clock(), self._rows(num_prompt, num_drafted)
             await self.target.verify(RoundRequest(tokens, drafted, GREEDY), coins)
-            self.costs.was_verified(computed, self._clock() - began)
+            self.costs.was_verified(computed, self._clock() - began, closes_stream=False)
 
     async def pieces(self, task: SampleTask) -> AsyncGenerator[Sampled]:
         """The sample's tokens as they are verified or streamed. Closing it ends what is asked of
@@ -108,14 +109,12 @@ class Speculator:
             sample = self._begun(task, sessions)
             while not sample.is_complete:
                 await self._draft(sample, is_streaming=False)
+                if not sample.draft:
+                    async with aclosing(self._sampled(sample)) as pieces:
+                        async for piece in pieces:
+                            yield piece
                 if sample.draft:
-                    piece = await self._verified(sample)
-                    sample.add(piece)
-                    yield piece
-                    continue
-                async with aclosing(self._sampled(sample)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                    yield await self._verified(sample)
 
     def _begun(self, task: SampleTask, sessions: DraftSessions) -> _Sample:
         sampling, coins = task.sampling, random.Random(task.sampling.seed)
@@ -133,7 +132,7 @@ class Speculator:
 
     async def _draft(self, sample: _Sample, *, is_streaming: bool) -> None:
         """Sets what is to be verified next; () where the target is to sample."""
-        sample.draft, num_tokens = (), len(sample.tokens)
+        sample.draft, sample.closes_stream, num_tokens = (), is_streaming, len(sample.tokens)
         num = sample.length.asked(num_tokens, sample.left, is_streaming=is_streaming)
         if not num:
             return
@@ -155,13 +154,16 @@ class Speculator:
         request = RoundRequest(sample.tokens, sample.draft, sample.sampling)
         began, rows = self._clock(), self._rows(len(sample.tokens), num_drafted)
         verified = await self.target.verify(request, sample.coins)
-        self.costs.was_verified(rows, self._clock() - began)
+        duration_s = self._clock() - began
+        self.costs.was_verified(rows, duration_s, closes_stream=sample.closes_stream)
         sample.length.was_verified(num_drafted, verified.num_accepted)
         counts.rounds += 1
         counts.drafted += num_drafted
         counts.accepted += verified.num_accepted
         counts.verified += len(verified.tokens)
-        return Sampled(verified.tokens, verified.has_ended)
+        piece = Sampled(verified.tokens, verified.has_ended)
+        sample.add(piece)
+        return piece
 
     # ---- the target's own
 
