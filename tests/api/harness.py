@@ -1,5 +1,6 @@
 """The whole server in this process, on the fake backend, reached over ASGI."""
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -9,12 +10,16 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pytest
 from fastapi import FastAPI
 
 from tests.waiting import async_wait_for
 from tinkercloud.app import create_app
 from tinkercloud.backends.base import Backend
+from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
+from tinkercloud.services.accounts.usage_recorder import UsageRecorder
+from tinkercloud.services.captures.reward_webhooks import RewardWebhooks
 from tinkercloud.services.container import Services
 from tinkercloud.storage.keys import KeyStore
 from tinkercloud.wire.codec import (
@@ -174,6 +179,37 @@ class Api:
             **weights,
         )
         return sampler["sampling_session_id"]
+
+
+def without_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers from now on do nothing beside all requests, which they do at times of their own: for
+    tests that count what requests read and write."""
+
+    async def nothing(self: object) -> None:
+        return
+
+    monkeypatch.setattr(Services, "_sweep_forever", nothing)
+    monkeypatch.setattr(RewardWebhooks, "run_forever", nothing)
+    monkeypatch.setattr(UsageRecorder, "flush_forever", nothing)
+
+
+class HeldBackend(FakeBackend):
+    """Its operations go on only while `gate` is set, as it is at first. waiting: one of them has
+    come to it."""
+
+    def __init__(self, data_dir: Path):
+        super().__init__(Config(data_dir=data_dir))
+        self.gate, self.waiting = asyncio.Event(), asyncio.Event()
+        self.gate.set()
+
+    def hold(self) -> None:
+        self.gate.clear()
+        self.waiting.clear()
+
+    async def _pause(self) -> None:
+        self.waiting.set()
+        await self.gate.wait()
+        await super()._pause()
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tinker import types
 from tinker.cli.__main__ import main_cli as cli
 
-from tests.api.harness import Api, serving, wire_datum
+from tests.api.harness import Api, serving, wire_datum, without_background
 from tests.api.thread_server import DATA, thread_server
 from tests.storage.counting import commits_of
 from tests.waiting import async_wait_for
@@ -108,17 +108,21 @@ async def test_counts_survive_a_restart_and_grow(tmp_path: Path) -> None:
             assert counted(await usage(api)) == {"training": total}
 
 
-async def test_counting_costs_a_request_no_write(api: Api) -> None:
-    sampler = await api.sampler(await api.session())
-    await api.result(await api.sample(sampler))
-    await api.services.usage.flush()
-    commits = commits_of(api.services.database)
-    await api.result(await api.sample(sampler))
-    statements = [sql for (group,) in commits for write in group for sql, _ in write.statements]
-    assert len(statements) == 2, "the row, and its result"
-    await api.services.usage.flush()
-    await api.services.usage.flush()  # nothing is left to write
-    assert len([write for (group,) in commits for write in group]) == 3
+async def test_counting_costs_a_request_no_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_background(monkeypatch)
+    async with serving(tmp_path) as api:
+        sampler = await api.sampler(await api.session())
+        await api.result(await api.sample(sampler))
+        await api.services.usage.flush()
+        commits = commits_of(api.services.database)
+        await api.result(await api.sample(sampler))
+        statements = [sql for (group,) in commits for write in group for sql, _ in write.statements]
+        assert len(statements) == 2, "the row, and its result"
+        await api.services.usage.flush()
+        await api.services.usage.flush()  # nothing is left to write
+        assert len([write for (group,) in commits for write in group]) == 3
 
 
 async def test_counts_reach_the_disk_within_seconds(api: Api) -> None:

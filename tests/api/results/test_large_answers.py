@@ -15,6 +15,7 @@ import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tests.api.harness import Api, serving
+from tests.waiting import LIMIT_S
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import SampledSequence, SampleOutput, Topk, TrainOutput
@@ -51,13 +52,14 @@ async def with_large_sample(
 
 
 async def longest_wait_s(api: Api, work: "asyncio.Task[Any]") -> float:
-    """Of a request that another client repeats until the work is done."""
+    """Of a request that another client repeats until the work is done: this process's CPU time from
+    one to the next, which others on the machine do not change."""
     longest = 0.0
     while not work.done():
-        begun = time.perf_counter()
+        begun = time.process_time()
         assert (await api.http.get("/healthz")).status_code == 200
-        longest = max(longest, time.perf_counter() - begun)
         await asyncio.sleep(0.001)
+        longest = max(longest, time.process_time() - begun)
     await work
     return longest
 
@@ -79,7 +81,7 @@ async def test_others_are_answered_while_a_large_result_is_written_as_json(
         rows = result["topk_prompt_logprobs"]
         assert [len(row) for row in rows[1:]] == [k] * (positions - 1)
         assert (rows[0], rows[2][1][0]) == (None, 2 * k + 1)
-        # To write it takes a second; each step of that a few milliseconds, and a busy machine more.
+        # To write it takes a second; each step of that a few milliseconds.
         assert longest_s < 0.3
 
 
@@ -109,13 +111,15 @@ async def test_large_answers_count_with_the_bodies_and_are_refused_as_a_client_r
         readers = SlowReaders(api.app)
         slow = replace(api, app=readers)
         work = [asyncio.create_task(slow.retrieve(request_id)) for _ in range(8)]
-        refused, held = await asyncio.wait(work, timeout=2)
-        assert refused
-        assert held
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
         readers.reading.set()
-        assert all(task.result().status_code == 429 for task in refused)
-        assert all(task.result().headers["retry-after"] == "1" for task in refused)
-        assert {(await task).content for task in held} == {kept}
+        answers = await asyncio.gather(*work)
+        refused = [answer for answer in answers if answer.status_code != 200]
+        assert 0 < len(refused) < len(answers)
+        assert {answer.status_code for answer in refused} == {429}
+        assert {answer.headers["retry-after"] for answer in refused} == {"1"}
+        assert {answer.content for answer in answers if answer.status_code == 200} == {kept}
         assert (await api.retrieve(request_id)).status_code == 200  # all was given back
 
 

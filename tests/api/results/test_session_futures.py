@@ -1,20 +1,24 @@
 """One poll for all samples of a sampling session, cancelling samples, joining sampling sessions."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 from tinker import types
 
-from tests.api.harness import Api, serving
+from tests.api.harness import Api, HeldBackend, serving
 from tests.api.thread_server import PROMPT, thread_server
-from tests.waiting import async_wait_for, wait_for
+from tests.waiting import LIMIT_S, async_wait_for, wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.completion_log import CLIENT_BLOCK
+from tinkercloud.core.task_manager import TaskManager
+from tinkercloud.storage.futures import Outcome
 
 MODEL = "fake/tiny"
 
@@ -81,15 +85,19 @@ async def test_a_failed_sample_is_reported_as_failed(api: Api) -> None:
 
 
 async def test_the_poll_is_held_until_something_finishes(tmp_path: Path) -> None:
-    backend = FakeBackend(Config(data_dir=tmp_path), latency_s=0.3)
-    async with serving(tmp_path, backend=backend, hold_s=20.0) as api:
+    backend = HeldBackend(tmp_path)
+    async with serving(tmp_path, backend=backend, hold_s=3600.0) as api:
         sampler = await api.sampler(await api.session())
+        backend.hold()
         accepted = await api.sample(sampler, seq_id=0)
         assert (await poll(api, sampler, timeout=0))[0] == []
-        began = time.monotonic()
-        completions, _ = await poll(api, sampler)
+        polling = asyncio.create_task(poll(api, sampler))
+        await asyncio.sleep(0.1)
+        assert not polling.done()
+        backend.gate.set()
+        async with asyncio.timeout(LIMIT_S):
+            completions, _ = await polling
         assert ids(completions) == [accepted["request_id"]]
-        assert 0.1 < time.monotonic() - began < 10
 
 
 async def test_the_poll_ends_empty_after_the_hold(tmp_path: Path) -> None:
@@ -98,8 +106,8 @@ async def test_the_poll_ends_empty_after_the_hold(tmp_path: Path) -> None:
         began = time.monotonic()
         assert (await poll(api, sampler))[0] == []
         assert time.monotonic() - began >= 0.1
-        assert (await poll(api, sampler, timeout=1000.0))[0] == []
-        assert time.monotonic() - began < 10
+        async with asyncio.timeout(LIMIT_S):  # of the poll's own thousand seconds
+            assert (await poll(api, sampler, timeout=1000.0))[0] == []
 
 
 async def test_clients_of_one_sampling_session_hear_of_their_own_samples(api: Api) -> None:
@@ -221,14 +229,17 @@ async def test_the_end_of_a_session_ends_its_samples_and_no_others(tmp_path: Pat
 
 
 async def test_training_operations_are_not_cancelled(tmp_path: Path) -> None:
-    backend = FakeBackend(Config(data_dir=tmp_path), latency_s=0.3)
+    backend = HeldBackend(tmp_path)
     async with serving(tmp_path, backend=backend) as api:
         model = await api.model()
+        backend.hold()
         running, queued = [await api.optim_step(model, seq_id) for seq_id in (1, 2)]
         for accepted in (running, queued):
             refusal = await api.post("cancel_future", request_id=accepted["request_id"])
             assert refusal.status_code == 400
             assert "only samples can" in refusal.json()["detail"]
+        backend.gate.set()
+        for accepted in (running, queued):
             assert "metrics" in await api.result(accepted)
 
 
@@ -294,7 +305,19 @@ def test_clones_of_the_sdk_join_their_session(tmp_path: Path) -> None:
         service.close("success").result()
 
 
-def test_a_sample_that_the_sdk_abandons_is_cancelled(held: HeldSamples) -> None:
+def test_a_sample_that_the_sdk_abandons_is_cancelled(
+    held: HeldSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the SDK polls for it: before, it does not know its name, and has nothing to cancel."""
+    wait_held, is_polled = TaskManager.wait, threading.Event()
+
+    async def watched(tasks: TaskManager, request_id: str, *arguments: Any) -> Outcome | None:
+        if request_id.startswith("sample-"):
+            is_polled.set()
+        return await wait_held(tasks, request_id, *arguments)
+
+    monkeypatch.setattr(TaskManager, "wait", watched)
+
     async def abandon(sampler: tinker.SamplingClient) -> None:
         params = types.SamplingParams(max_tokens=4)
 
@@ -303,6 +326,7 @@ def test_a_sample_that_the_sdk_abandons_is_cancelled(held: HeldSamples) -> None:
 
         sample = asyncio.create_task(wait())
         await until_running(held, 1)
+        await async_wait_for("it is polled for", is_polled.is_set)
         sample.cancel()
         await asyncio.gather(sample, return_exceptions=True)
 
