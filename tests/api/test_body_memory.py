@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from tests.api.harness import Api, serving
+from tests.waiting import LIMIT_S
 from tinkercloud.errors import PayloadTooLarge, TooManyRequests
 from tinkercloud.routers.http.body_budget import FREE_BYTES, BodyBudget
 
@@ -33,7 +34,7 @@ async def test_bodies_take_no_more_than_the_budget_together() -> None:
 
 
 async def test_a_body_waits_for_room_and_goes_on_when_another_ends() -> None:
-    budget = BodyBudget(10 * MIB)
+    budget = BodyBudget(10 * MIB, wait_s=3600.0)
     first, second, third = (budget.lease(user) for user in ("ann", "bob", "eve"))
     await first.grow(5 * MIB)
     await second.grow(5 * MIB)
@@ -41,13 +42,13 @@ async def test_a_body_waits_for_room_and_goes_on_when_another_ends() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     first.release()
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(LIMIT_S):
         await waiting
     assert third.counted_bytes == 4 * MIB - FREE_BYTES
 
 
 async def test_of_two_bodies_that_wait_for_each_other_one_is_refused_at_once() -> None:
-    budget = BodyBudget(8 * MIB)
+    budget = BodyBudget(8 * MIB, wait_s=3600.0)
     first, second = budget.lease("ann"), budget.lease("bob")
     await first.grow(4 * MIB)
     await second.grow(3 * MIB)
@@ -55,7 +56,7 @@ async def test_of_two_bodies_that_wait_for_each_other_one_is_refused_at_once() -
     await others.grow(MIB)
     waiting = asyncio.create_task(others.grow(MIB))
     await asyncio.sleep(0)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(LIMIT_S):
         with pytest.raises(TooManyRequests):
             await second.grow(MIB)
         second.release()
