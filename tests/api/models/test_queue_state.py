@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 from tests.api.harness import serving
+from tests.waiting import async_wait_for
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import LoraSpec, OnTokens, SampleOutput, SampleRequest
@@ -44,6 +45,7 @@ async def test_a_model_that_waits_for_capacity_says_so_until_it_has_it(tmp_path:
         accepted = await api.ok(
             "create_model", session_id=session_id, model_seq_id=0, base_model="fake/tiny"
         )
+        await async_wait_for("it waits for room", lambda: backend.waiting)
         pending = await api.retrieve(accepted["request_id"])
         assert pending.status_code == 408
         assert pending.json() == {
@@ -66,9 +68,10 @@ async def test_a_sample_that_waits_for_capacity_says_so_until_it_has_it(tmp_path
             prompt={"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
             sampling_params={"max_tokens": 2, "seed": 1},
         )
+        await async_wait_for("it waits for room", lambda: backend.waiting)
         pending = await api.retrieve(accepted["request_id"])
         assert pending.status_code == 408
         assert pending.json()["queue_state"] == "paused_capacity"
         assert pending.json()["queue_state_reason"] == REASON
         backend.room.set()
-        assert (await api.retrieve(accepted["request_id"])).status_code == 200
+        assert len((await api.result(accepted)).sequences) == 1

@@ -221,11 +221,18 @@ async def test_what_is_no_number_is_left_out(tmp_path: Path) -> None:
 
 async def test_a_stream_ends_with_its_server(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(console_data, "NUM_EVENTS", 100)
-    monkeypatch.setattr(console_data, "INTERVAL_S", 60.0)
+    monkeypatch.setattr(console_data, "INTERVAL_S", 3600.0)
+    pause, pauses = console_data._pause, asyncio.Event()
+
+    async def watched(services: Any) -> bool:
+        pauses.set()
+        return await pause(services)
+
+    monkeypatch.setattr(console_data, "_pause", watched)
     async with serving(tmp_path) as api:
         stream: asyncio.Task[httpx.Response] = asyncio.ensure_future(
             api.http.get("/console/events")
         )
-        await asyncio.sleep(0.1)
+        await pauses.wait()
         assert not stream.done()
     assert len(events_of((await stream).text)) == 1
