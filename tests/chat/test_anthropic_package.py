@@ -9,6 +9,7 @@ import pytest
 from anthropic import Anthropic
 
 from tests.chat.live_server import MODEL, LiveServer, live_server
+from tests.waiting import LIMIT_S
 
 MESSAGES: Any = [{"role": "user", "content": "How is the weather in Zürich?"}]
 TOOLS: Any = [
@@ -175,7 +176,7 @@ def test_a_stream_that_is_closed_ends_its_sample(client: Anthropic, server: Live
     try:
         with client.messages.stream(model=MODEL, max_tokens=99, messages=MESSAGES) as stream:
             assert next(iter(stream.text_stream))
-        assert server.backend.cancelled.wait(5)
+        assert server.backend.cancelled.wait(LIMIT_S)
     finally:
         server.backend.pause_s = 0.0
 

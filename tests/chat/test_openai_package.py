@@ -11,6 +11,7 @@ from openai import OpenAI
 from pydantic import BaseModel
 
 from tests.chat.live_server import MODEL, LiveServer, live_server
+from tests.waiting import LIMIT_S
 
 MESSAGES: Any = [{"role": "user", "content": "How is the weather in Zürich?"}]
 TOOLS: Any = [
@@ -128,7 +129,7 @@ def test_a_stream_that_is_closed_ends_its_sample(client: OpenAI, server: LiveSer
     try:
         with client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True) as stream:
             assert next(chunk for chunk in stream if chunk.choices[0].delta.content)
-        assert server.backend.cancelled.wait(5)
+        assert server.backend.cancelled.wait(LIMIT_S)
     finally:
         server.backend.pause_s = 0.0
 
