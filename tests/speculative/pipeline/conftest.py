@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from tests.ports import reserved_port
 from tests.speculative.pipeline.scripted import MODEL, ScriptedEngine
 from tests.waiting import wait_for
 from tinkercloud.addresses import Address
 from tinkercloud.speculative.drafters.drafter import Drafter
+from tinkercloud.speculative.pipeline import Orchestrator
 from tinkercloud.speculative.remote.connection import ServerSecurity
 from tinkercloud.speculative.remote.methods import DRAFT, VERIFY
 from tinkercloud.speculative.remote.service import WorkerServer
@@ -19,6 +21,15 @@ from tinkercloud.speculative.remote.worker import DraftWorker
 
 def wait_until_no_session(target: WorkerServer[TargetWorker]) -> None:
     wait_for("no session is left", target.worker.stats, lambda s: s["sessions"] == 0)
+
+
+def wait_for_drafters(pipeline: Orchestrator) -> None:
+    """Until all are connected: it waits for the first of them only, and not for long."""
+    drafter = pipeline._drafter
+    assert drafter is not None
+    wait_for(
+        "all drafters are connected", lambda: all(w.is_open for w in drafter._workers.values())
+    )
 
 
 class Workers:
@@ -42,7 +53,8 @@ class Workers:
     def _start(
         self, worker: Any, method: Any, port: int, security: ServerSecurity | None
     ) -> WorkerServer[Any]:
-        address = Address("127.0.0.1", port)
+        # Not of those that the system gives to whoever asks: none is taken while a server is away.
+        address = Address("127.0.0.1", port or reserved_port())
         server = WorkerServer.start(worker, method, address, security or ServerSecurity())
         self.servers.append(server)
         return server

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.chat.model_folder import write_model_folder
-from tests.speculative.pipeline.conftest import Workers, at, wait_until_no_session
+from tests.speculative.pipeline.conftest import (
+    Workers,
+    at,
+    wait_for_drafters,
+    wait_until_no_session,
+)
 from tests.speculative.pipeline.scripted import Knowing, ScriptedEngine, plain
 from tests.waiting import async_wait_for, wait_for
 from tinkercloud.chat.text_model import Conversation, TextModel
@@ -135,8 +140,9 @@ def test_a_template_that_writes_answers_otherwise_begins_a_new_session(
 def test_a_talk_writes_its_last_answer_again_with_drafts_and_without(
     workers: Workers, model: TargetModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, draft = workers.target(ScriptedEngine(), model=model), workers.draft(Knowing(7))
+    target, draft = workers.target(ScriptedEngine(), model=model), workers.draft(Knowing())
     with Orchestrator(at(target), at(draft), replace(OPTIONS, seed=None)) as pipeline:
+        wait_for_drafters(pipeline)
         chat = WorkerChat(pipeline, pipeline.chat_session(), None, None)
         with chat:
             for line in ("/eval\n", "hello\n", "/eval\n", "/train\n"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.ports import reserved_port
 from tests.speculative.remote.test_remote_drafter import begun, tokens_of
 from tests.speculative.remote.test_worker import Counting
 from tests.speculative.remote.workers import TARGET, worker_of
@@ -92,8 +93,8 @@ def test_drafts_come_over_grpc_and_outcomes_without_asking(start: Start, connect
 
 
 def test_a_worker_that_is_started_later_or_again_is_found(start: Start, connect: Connect) -> None:
-    first = start(worker_of(Counting))
-    port = first.port
+    port = reserved_port()  # nobody else is given it while the worker is away
+    first = start(worker_of(Counting), Address("127.0.0.1", port))
     remote = connect(port)
     wait_for("it is connected", lambda: remote.is_connected)
     one = begun(remote, [1, 2])
