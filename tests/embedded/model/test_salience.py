@@ -126,7 +126,8 @@ def test_the_choice_does_not_depend_on_the_number_of_threads(base: BaseModel) ->
 
 def test_a_product_reads_salient_inputs_with_their_errors(team: Team, base: BaseModel) -> None:
     weights = pack_weights(base.weights)
-    hidden = torch.randn(NUM_ROWS, base.config.hidden_size)
+    numbers = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_ROWS, base.config.hidden_size, generator=numbers)
     rounded = hidden.bfloat16().double()
     error = (hidden - hidden.bfloat16().float()).bfloat16().double()
     for salient in ([], [0, 1, 5, 46, 47], list(range(8, 40))):

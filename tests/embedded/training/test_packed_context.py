@@ -19,7 +19,8 @@ def test_logits_and_the_adapters_gradient_are_those_of_the_tensors(base: BaseMod
     params = [t.requires_grad_() for pair in adapted.adapter.values() for t in pair]
     ids = torch.arange(30)
     positions = torch.cat([torch.arange(20), torch.arange(10)])
-    weight = torch.randn(30, base.config.vocab_size)
+    numbers = torch.Generator().manual_seed(0)
+    weight = torch.randn(30, base.config.vocab_size, generator=numbers)
 
     def results(context: TrainContext) -> list[torch.Tensor]:
         hidden = base.architecture.hidden(context, ids, positions)

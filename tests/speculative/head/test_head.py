@@ -142,7 +142,8 @@ def test_the_trimmed_logits_are_rows_of_the_whole():
     weights = target_weights()
     config = HeadConfig.of(target_config())
     params = initial_params(config, 0)
-    output = torch.randn(3, config.target.hidden_size)
+    numbers = torch.Generator().manual_seed(0)
+    output = torch.randn(3, config.target.hidden_size, generator=numbers)
     trimmed = DraftVocabulary.of([3, 11, 60], V)
     small, whole = (
         Head(config, FrozenRows.of(weights, v)).logits(params, output)
