@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from benchmarks.lib.report import Target
 from benchmarks.lib.sdk_clients import SAMPLING, TRAINING, Work
 from benchmarks.lib.server import Served
 from benchmarks.lib.wire_client import Refused, WireClient
-from tests.serving import Server
+from tests.serving import Server, start_server
 from tinkercloud.backends.fake import TINY
 
 SERVED = Served(TINY.name, (), TINY.max_context_length, TINY.vocab_size)
@@ -142,10 +143,13 @@ async def test_every_operation_has_a_latency_by_both_clients(sdk_server: Server)
     assert "*Constant answers*" in load_latency.about(rows)
 
 
-def test_the_footprint_of_a_server_grows_by_what_is_opened(fake_server: Server):
-    assert fake_server.process is not None
-    held = footprint(fake_server.process.pid)
-    with fake_server.http() as http:
-        http.get("/api/v1/healthz")
-        assert footprint(fake_server.process.pid).descriptors == held.descriptors + 1
+def test_the_footprint_of_a_server_grows_by_what_is_opened(tmp_path: Path):
+    """Of one that nobody else has connections to, which would end meanwhile."""
+    with start_server("--backend", "fake", data_dir=tmp_path / "data") as server:
+        assert server.process is not None
+        with server.http() as first, server.http() as second:
+            first.get("/api/v1/healthz")
+            held = footprint(server.process.pid)
+            second.get("/api/v1/healthz")
+            assert footprint(server.process.pid).descriptors == held.descriptors + 1
     assert held.memory_mb > 20
