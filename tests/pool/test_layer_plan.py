@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzzing
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.layer_plan import (
     Device,
@@ -58,6 +59,7 @@ def fullness(counts: list[int], units: list[int], rooms: list[int]) -> float:
     return worst
 
 
+@fuzzing(100, repeats=True)
 @given(SIZES, ROOMS)
 def test_a_split_is_as_even_as_the_best_of_all(units: list[int], rooms: list[int]) -> None:
     counts = balanced_counts(units, rooms)
@@ -69,6 +71,7 @@ def test_a_split_is_as_even_as_the_best_of_all(units: list[int], rooms: list[int
         assert fullness(counts, units, rooms) <= min(1.0, best + 1e-9)
 
 
+@fuzzing(100, repeats=True)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any))
 def test_counts_given_as_a_tensor_split_come_back_from_llama_cpps_rule(counts: list[int]) -> None:
     assert split_counts([float(n) for n in counts], sum(counts)) == counts

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzzing
 from tinkercloud.errors import ConfigError
 from tinkercloud.pool.pool_file import load_pool, parse_pool, pool_text
 from tinkercloud.pool.sizes import parse_size, size_text
@@ -95,6 +96,7 @@ def test_what_is_no_size_is_refused(text: object) -> None:
         parse_size(text)
 
 
+@fuzzing(100, repeats=True)
 @given(st.integers(0, 2**50))
 def test_a_size_is_read_back_within_what_its_text_shows(num_bytes: int) -> None:
     text = size_text(num_bytes).replace(" bytes", "")

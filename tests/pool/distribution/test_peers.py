@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fuzzing import fuzzing
 from tests.serving import command
 from tests.waiting import wait_for_line
 from tinkercloud.cli import main
@@ -55,6 +56,7 @@ def store_with(folder: Path, original: Path, manifest: Manifest, pieces: set[int
     return store
 
 
+@fuzzing(100, repeats=True)
 @given(st.binary(min_size=1, max_size=200), st.integers(1, 64))
 def test_a_manifest_is_read_back_and_its_pieces_make_up_the_file(
     data: bytes, piece_bytes: int
@@ -89,6 +91,7 @@ def test_a_manifest_that_could_do_harm_is_refused(
         parse_manifest(json.dumps(values))
 
 
+@fuzzing(100, repeats=True)
 @given(st.sets(st.integers(0, 9)), st.dictionaries(st.integers(0, 9), st.integers(0, 3)))
 def test_the_rarest_piece_that_somebody_holds_is_next(
     missing: set[int], holders: dict[int, int]
