@@ -1,6 +1,7 @@
 """Models and published weights that nobody uses go to the disk, and come back the same bits."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,9 @@ async def test_what_is_unused_goes_by_itself_and_what_runs_stays(tmp_path: Path)
         await async_wait_for(
             "nothing is in memory", lambda: memory(api), lambda counts: counts == (0, 0)
         )
-        assert (
-            "tinkercloud_models_put_away_total 1.0"
-            in (await api.as_user("eve").http.get("/metrics")).text
-        )
+        metrics = (await api.as_user("eve").http.get("/metrics")).text
+        # More than once where this machine was busy for a fifth of a second before.
+        assert re.search(r"^tinkercloud_models_put_away_total [1-9]", metrics, re.M)
         assert await api.loss(model_id, number + 1) > 0
 
 
@@ -220,9 +220,9 @@ async def test_models_take_turns_in_memory_and_what_is_in_use_is_not_pushed_out(
         assert results[0] == results[1] == results[2]
 
         gate = asyncio.Event()
-        hold_passes(api, gate)
+        is_held = hold_passes(api, gate)
         waiting = await api.forward_backward(ids[0], 9)
-        await asyncio.sleep(0.05)
+        await is_held.wait()
         body = {"session_id": session, "model_seq_id": 3, "base_model": "fake/tiny"}
         text = await api.failure(await api.ok("create_model", **body))
         assert text.startswith("a model needs 2.00 GiB of memory, and 512.0 MiB are left here")
@@ -243,9 +243,9 @@ async def test_a_day_of_scripts_leaves_models_memory_and_files_as_they_were(
 ) -> None:
     """Each makes a model, trains, publishes, samples; some say that they have finished, some are
     deleted by hand, some vanish: these stay on the disk alone, for their owners."""
-    async with serving(
-        tmp_path, idle_model_s=0.2, session_ttl_s=0.4, archive_bytes=0, result_ttl_s=0.5
-    ) as api:
+    times = {"idle_model_s": 0.2, "session_ttl_s": 0.4}
+    times["result_ttl_s"] = 3.0  # in which each is fetched
+    async with serving(tmp_path, archive_bytes=0, **times) as api:
         vanished = []
         for number in range(24):
             session = await api.session()

@@ -137,15 +137,18 @@ async def test_acknowledged_operations_run_after_the_end(tmp_path: Path, is_set_
         assert last == await goes_on(api, model_id, number + 3)
 
 
-def hold_passes(api: Api, gate: asyncio.Event) -> None:
+def hold_passes(api: Api, gate: asyncio.Event) -> asyncio.Event:
+    """Until the gate is set. What it gives is set once a pass has come to it."""
     backend = api.services.backend
-    forward_backward = backend.forward_backward
+    forward_backward, is_held = backend.forward_backward, asyncio.Event()
 
     async def held(*args: Any) -> Any:
+        is_held.set()
         await gate.wait()
         return await forward_backward(*args)
 
     backend.forward_backward = held  # type: ignore[method-assign]
+    return is_held
 
 
 async def test_what_is_refused_is_refused_with_its_acknowledgement(
@@ -214,9 +217,10 @@ async def test_a_stop_lets_what_runs_end_and_leaves_the_rest_for_the_next_start(
         model_id = await api.model()
         number = await train(api, model_id, 1)
         gate = asyncio.Event()
-        hold_passes(api, gate)
+        is_held = hold_passes(api, gate)
         running = await api.forward_backward(model_id, number)
         queued = await api.optim_step(model_id, number + 1, **ADAM)
+        await is_held.wait()
         stopping = asyncio.create_task(api.services.stop_work())
         await asyncio.sleep(0.05)
         assert not stopping.done()

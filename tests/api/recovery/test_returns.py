@@ -16,6 +16,8 @@ from tests.waiting import async_wait_for
 from tinkercloud.core.types import TrainBatch, TrainOutput
 from tinkercloud.services.recovery import returns, snapshots
 
+BROUGHT_BACK = "the model is being brought back: its operation 1 (ForwardBackward) is done again"
+
 
 class SlowAfterAnEnd(Mortal):
     """Passes that come after an end wait until they are let go."""
@@ -43,13 +45,10 @@ async def test_operations_and_samples_say_that_their_model_is_being_brought_back
         step = await api.optim_step(model_id, number + 1, **ADAM)
         sample = await api.sample(sampler, seed=1)
         for accepted in (step, sample):
-            told = await async_wait_for(
+            await async_wait_for(
                 "the reason is told",
                 lambda accepted=accepted: reason(api, accepted["request_id"]),
-                bool,
-            )
-            assert told == (
-                "the model is being brought back: its operation 1 (ForwardBackward) is done again"
+                lambda told: told == BROUGHT_BACK,
             )
         backend.goes_on.set()
         assert "metrics" in await api.result(step)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.api.harness import Api, serving
 from tests.api.recovery.test_recovery import ADAM, hold_passes, train
+from tests.waiting import LIMIT_S
 from tinkercloud.services.recovery import snapshots
 
 
@@ -17,10 +18,11 @@ async def test_a_stop_waits_no_longer_than_configured_and_what_ran_begins_again(
     async with serving(tmp_path, drain_s=0.2) as api:
         held = await api.model()
         number = await train(api, held, 1)
-        hold_passes(api, asyncio.Event())
+        is_held = hold_passes(api, asyncio.Event())
         running = await api.forward_backward(held, number)
         queued = await api.optim_step(held, number + 1, **ADAM)
-        async with asyncio.timeout(20):
+        await is_held.wait()
+        async with asyncio.timeout(LIMIT_S):
             await api.services.stop_work()
         database, keys = api.services.database, api.keys
         kept = await database.all("SELECT model_id FROM snapshots")

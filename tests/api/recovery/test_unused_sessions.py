@@ -1,9 +1,9 @@
 """What is kept for crashes of sessions that their clients have left."""
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -128,12 +128,16 @@ async def test_a_clock_that_is_set_ahead_ends_no_session_at_once(tmp_path: Path)
         await api.ok("session_heartbeat", session_id=session)
 
 
-async def test_days_shorter_than_the_hour_are_waited_for_once(tmp_path: Path) -> None:
+async def test_days_shorter_than_the_hour_are_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: 1000.0)
+    monkeypatch.setattr(unused_sessions, "time", clock)
     async with serving(tmp_path, archive_bytes=0, session_days=0.5 / 86400) as api:
         _, model_id, _ = await abandoned(api)
         await age(api, 1)
         await sweep(api)
         assert await kept(api, model_id) == list(TABLES)
-        await asyncio.sleep(0.6)
+        clock.monotonic = lambda: 1000.6
         await sweep(api)
         assert await kept(api, model_id) == []
