@@ -1,10 +1,12 @@
 """ServiceClient, TrainingClient and SamplingClient against a mock of the API."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -238,16 +240,18 @@ def test_a_server_that_does_not_hold_its_polls_is_not_polled_hot(api: MockApi) -
         future = training.optim_step(ADAM)
         with pytest.raises(TimeoutError):
             future.result(timeout=1.0)
-        assert 3 < len(api.requests) - before < 25
+        assert len(api.requests) - before < 25
+        wait_for("it is polled on", lambda: len(api.requests) - before > 3)
 
 
 def test_a_timeout_ends_the_waiting_and_not_the_operation(
     api: MockApi, training: tinker.TrainingClient
 ) -> None:
-    api.script["retrieve_future"] = [408] * 60
+    api.script["retrieve_future"] = [408] * 10**6
     future = training.optim_step(ADAM)
     with pytest.raises(TimeoutError):
         asyncio.run(future.result_async(timeout=0.01))
+    api.script["retrieve_future"] = []
     assert future.result(timeout=10).metrics is not None
 
 
@@ -269,7 +273,7 @@ def test_a_user_is_told_once_that_the_server_is_away_and_that_it_is_back(
     away, back = (record.getMessage() for record in caplog.records)
     assert away.startswith("http")
     assert f"trying again for up to {FAST.give_up_s:.0f} s" in away
-    assert "answers again, after 0 s" in back
+    assert re.search(r"answers again, after \d+ s", back)
 
 
 @pytest.mark.parametrize("category", ["user", "server", "unknown", "something new"])
@@ -575,18 +579,22 @@ def test_closing_ends_a_call_that_is_being_posted(api: MockApi) -> None:
         future.result(timeout=10)
 
 
-def test_a_cancelled_call_that_was_not_posted_is_never_posted(
-    api: MockApi, training: tinker.TrainingClient
-) -> None:
-    api.script["forward_backward"] = [503] * 8
-    first = training.forward_backward([datum()], "cross_entropy")
-    second = training.optim_step(ADAM)
-    third = training.save_state("a")
-    wait_for("it is posted", lambda: api.bodies("forward_backward"), poll_s=0.001)
-    assert second.future().cancel()
-    third.result(timeout=10)
-    first.result(timeout=10)
-    assert api.seq_ids() == [("forward_backward", 1)] * 9 + [("save_weights", 2)]
+def test_a_cancelled_call_that_was_not_posted_is_never_posted(api: MockApi) -> None:
+    patient = replace(FAST, give_up_s=60.0)
+    with api.client(retry=patient) as service:
+        training = service.create_lora_training_client("tiny", rank=8).result(timeout=10)
+        api.script["forward_backward"] = [503] * 10**6  # until the call behind it is cancelled
+        first = training.forward_backward([datum()], "cross_entropy")
+        second = training.optim_step(ADAM)
+        third = training.save_state("a")
+        wait_for("it is posted", lambda: api.bodies("forward_backward"), poll_s=0.001)
+        assert second.future().cancel()
+        api.script["forward_backward"] = []
+        third.result(timeout=10)
+        first.result(timeout=10)
+    *attempts, last = api.seq_ids()
+    assert set(attempts) == {("forward_backward", 1)}
+    assert last == ("save_weights", 2)
 
 
 def test_a_cancelled_call_that_was_posted_leaves_the_lane_in_order(

@@ -109,7 +109,7 @@ with client:
             env={**serving.QUIET, "TINKER_API_KEY": fake_server.api_key},
             input=pickle.dumps(client),
             capture_output=True,
-            timeout=120,
+            timeout=300,
             check=True,
         )
         assert run.stdout.decode().strip() == str(expected)
