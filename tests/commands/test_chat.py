@@ -57,7 +57,7 @@ def test_a_text_is_continued_and_its_numbers_are_beside_it(
         input="Count the owners",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     again = tinkercloud("generate", "Count the owners", *SHORT)
     assert run.returncode == again.returncode == 0, run.stderr

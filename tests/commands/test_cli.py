@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.embedded.tiny import write_tiny_model
-from tests.serving import ROOT, Server, ServerDidNotStart, start_server
+from tests.serving import ROOT, START_LIMIT_S, Server, ServerDidNotStart, start_server
 from tinkercloud import __version__, cli, config, fetch
 from tinkercloud.commands import options
 from tinkercloud.server import base_url, listen, sole_owner
@@ -253,7 +253,7 @@ class TestServe:
                 began = time.perf_counter()
                 http.get("/api/v1/healthz")
                 times_s.append(time.perf_counter() - began)
-        assert min(times_s[5:]) < 0.02  # delayed acknowledgements would make each one 0.04
+        assert min(times_s[5:]) < 0.035  # delayed acknowledgements would make each one 0.04
 
     def test_the_data_directory_holds_no_key_in_clear(self, fake_server):
         stored = [path for path in fake_server.data_dir.rglob("*") if path.is_file()]
@@ -311,7 +311,7 @@ class TestServe:
         arguments = ("--model", f"a/b={_unloadable(tmp_path)}", "--no-auth")
         server = Server(arguments, tmp_path / "data")
         server.start()
-        assert server.process.wait(60) == 2
+        assert server.process.wait(START_LIMIT_S) == 2
         assert "while loading its model" in server.output().splitlines()[-1]
 
 
@@ -324,7 +324,7 @@ def _unloadable(folder: Path) -> Path:
 
 def hold_a_poll(server: Server, started: threading.Event) -> None:
     """Ask for the result of an operation whose predecessor never comes."""
-    with server.http() as http:
+    with server.http(timeout_s=600.0) as http:
         session = http.post("/api/v1/create_session", json={"tags": []}).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "fake/tiny"}
         model = http.post("/api/v1/create_model", json={**body, "lora_config": {"rank": 4}}).json()
@@ -354,16 +354,17 @@ def hold_a_poll(server: Server, started: threading.Event) -> None:
 
 
 def test_ctrl_c_ends_it_within_seconds_while_a_poll_is_held(tmp_path):
-    arguments = ("--backend", "fake", "--gap-grace-s", "60", "--hold-s", "40")
+    waits = ("--gap-grace-s", "600", "--hold-s", "400", "--drain-s", "400")
+    arguments = ("--backend", "fake", *waits)
     with start_server(*arguments, data_dir=tmp_path / "data") as server:
         started = threading.Event()
         client = threading.Thread(target=hold_a_poll, args=(server, started))
         client.start()
-        assert started.wait(20)
+        assert started.wait(START_LIMIT_S)
         time.sleep(0.3)  # the poll itself must have arrived
         began = time.monotonic()
         assert server.stop(signal.SIGINT) == 0
-        assert time.monotonic() - began < 8
+        assert time.monotonic() - began < 60  # of a busy machine, and far less than it might wait
         client.join()
         assert "Traceback" not in server.output()
 

@@ -42,7 +42,7 @@ def without(missing: set[str], folder: Path, *arguments: str) -> subprocess.Comp
     """The command line where these packages cannot be imported."""
     code = BARE.format(missing=missing, arguments=[*arguments, "--data-dir", str(folder)])
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
 
 
 @pytest.mark.parametrize(

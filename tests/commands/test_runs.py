@@ -121,6 +121,8 @@ async def test_a_branch_goes_on_as_the_run_did(
 
 async def a_run(api: Api, *, steps: int = 2, **adam: float) -> str:
     model_id = await api.model(lora_config={"rank": 4, "seed": 7})
+    # Where each operation has a snapshot, so has the first pass: none is being written then.
+    await api.services.snapshots.settled()
     number = await train(api, model_id, 1, steps=steps)
     await api.result(await api.forward_backward(model_id, number, [wire_datum((9, 8, 7))]))
     await api.result(await api.optim_step(model_id, number + 1, **{**ADAM, **adam}))

