@@ -9,7 +9,7 @@ from typing import Any
 from tests.waiting import wait_for
 
 STORE_BYTES = 200 * 1024 * 1024
-SETTLE_S = 20.0
+SETTLE_S = 120.0
 
 # Before Ray is imported anywhere: its processes inherit these.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -15,7 +15,7 @@ from tests.ports import reserved_port
 from tests.waiting import wait_for_line
 
 RAY = (sys.executable, "-c", "from ray.scripts.scripts import main; main()")
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:

@@ -51,7 +51,7 @@ class TinyRank:
             elif kind == "hang":
                 time.sleep(3600)
             elif kind == "crawl":
-                for _ in range(12):
+                for _ in range(30):
                     time.sleep(0.5)
                     self.progress += 1
             elif kind == "refuse":

@@ -337,10 +337,13 @@ async def test_full_parameter_models_have_gpus_of_their_own_until_they_are_delet
     assert losses[1] < losses[0]
 
     second = asyncio.create_task(backend.create_model("second", "tiny", FULL))
-    await async_wait_for("the second one waits", lambda: backend.queue_state("second"))
+    await async_wait_for(
+        "the second one says why it waits",
+        lambda: backend.queue_state("second"),
+        lambda reason: reason == "waiting until 2 CPU bundles are free",
+    )
     await asyncio.sleep(1.5)
     assert not second.done()
-    assert backend.queue_state("second") == "waiting until 2 CPU bundles are free"
 
     version = await backend.publish(FromModel("full"))
     trained = await cluster.trained_scores("full")

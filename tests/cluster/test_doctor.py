@@ -57,7 +57,7 @@ def test_an_address_where_no_ray_answers_blocks_and_says_what_to_try(target):
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
-        line = ray_line(replace(target, ray_address=address, timeout_s=40.0), "Ray")
+        line = ray_line(replace(target, ray_address=address, timeout_s=200.0), "Ray")
     assert line.blocks
     assert address in line.finding.fact
     assert "ray health-check --address" in line.finding.remedy

@@ -262,12 +262,12 @@ async def test_an_endless_stream_of_one_phase_does_not_starve_the_other(greedy):
     for task in streams:
         task.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    assert waited_s < 1.5
+    assert waited_s < 20  # of a busy machine; one that starves waits for ever
 
 
 async def test_a_phase_admits_newcomers_for_its_stay_then_yields():
     gpus = Gpus()
-    phases = gpus.phases(stay_s=0.15)
+    phases = gpus.phases(stay_s=1.0)
     order: list[str] = []
 
     async def operation(kind: str, seconds: float) -> None:
@@ -275,12 +275,12 @@ async def test_a_phase_admits_newcomers_for_its_stay_then_yields():
             order.append(kind)
             await asyncio.sleep(seconds)
 
-    tasks = [asyncio.create_task(operation("sample", 0.3))]
+    tasks = [asyncio.create_task(operation("sample", 2.0))]
     await asyncio.sleep(0.02)
     tasks.append(asyncio.create_task(operation("train", 0.0)))
     await asyncio.sleep(0.02)
     tasks.append(asyncio.create_task(operation("sample", 0.0)))  # within the stay
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(1.2)
     tasks.append(asyncio.create_task(operation("sample", 0.0)))  # after it
     await asyncio.gather(*tasks)
     assert order == ["sample", "sample", "train", "sample"]
@@ -289,7 +289,7 @@ async def test_a_phase_admits_newcomers_for_its_stay_then_yields():
 async def test_a_phase_lingers_for_the_next_operation_of_a_lane():
     gpus = Gpus()
     phases = Phases(gpus.train, gpus.rollout, colocated=True, stay_s=1.0, linger_s=0.05)
-    first = asyncio.create_task(train(phases, 0.02))
+    first = asyncio.create_task(train(phases, 0.5))
     await asyncio.sleep(0.01)
     sampling = asyncio.create_task(sample(phases))
     await first

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.ray_cluster import groups_alive, two_nodes, wait_until_settled
+from tests.waiting import async_wait_for
 from tinkercloud.cluster.gpus import placement
 from tinkercloud.cluster.gpus.placement import Bundle, Placer, Request, in_rank_order, release
 from tinkercloud.errors import CapacityTimeout
@@ -24,7 +25,7 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def wish(num_bundles: int, name: str = "model", **options) -> Request:
-    return Request(name, num_bundles, device="cpu", **{"timeout_s": 30.0} | options)
+    return Request(name, num_bundles, device="cpu", **{"timeout_s": 240.0} | options)
 
 
 def test_bundles_are_ordered_by_address_as_a_number_then_node_then_gpu():
@@ -69,11 +70,14 @@ async def test_a_request_that_finds_too_few_gpus_waits_says_why_and_is_served_la
     placer, told = Placer(), []
     first = await placer.take(wish(6, "first"))
     second = asyncio.create_task(placer.take(wish(4, "second"), told.append))
-    await asyncio.sleep(1.5)
+    await async_wait_for(
+        "it says why it waits",
+        lambda: told[-1:],
+        lambda last: last == ["waiting until 4 CPU bundles are free"],
+    )
     assert not second.done()
-    assert told[-1] == "waiting until 4 CPU bundles are free"
     await release(first)
-    taken = await asyncio.wait_for(second, 20)
+    taken = await second
     assert told[-1] is None
     await release(taken)
 
@@ -87,8 +91,8 @@ async def test_a_small_model_does_not_overtake_a_large_one():
     await asyncio.sleep(1.0)
     assert not small.done()
     await release(first)
-    await release(await asyncio.wait_for(large, 20))
-    await release(await asyncio.wait_for(small, 20))
+    await release(await large)
+    await release(await small)
 
 
 async def test_a_request_that_times_out_says_so_and_leaves_the_queue():

@@ -53,7 +53,7 @@ def session(address: str, home: Path, **variables: str) -> str:
         [sys.executable, "-c", SESSION, address],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=ROOT,
         env=environment(home, **variables),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistStoreError, TCPStore
 
+from tests.ports import reserved_port
 from tinkercloud.cluster.gpus.rendezvous import Rendezvous
 from tinkercloud.cluster.rollout import router as rollout_router
 from tinkercloud.cluster.rollout.engine import free_port
@@ -46,11 +47,8 @@ def test_a_rank_that_does_not_connect_ends_the_wait():
 
 def test_a_port_is_free_only_if_it_is_on_every_address(monkeypatch: pytest.MonkeyPatch):
     """torch and SGLang listen on all of them, and one may be in use on loopback alone."""
-    with socket.create_server((HERE, 0)) as taken, socket.socket() as reserved:
-        used = taken.getsockname()[1]
-        reserved.bind(("", 0))
-        spare = reserved.getsockname()[1]
-        reserved.close()
+    with socket.create_server((HERE, 0)) as taken:
+        used, spare = taken.getsockname()[1], reserved_port()
         proposals = iter([used, spare])
         monkeypatch.setattr(random, "randrange", lambda *_: next(proposals))
         assert free_port() == spare

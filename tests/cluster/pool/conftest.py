@@ -18,11 +18,15 @@ def faults(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def backend(
-    tmp_path: Path, faults: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    faults: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> AsyncIterator[ClusterBackend]:
     """Two bases; two ranks for each pool, and room for one pool. With a Ray of its own where none
-    is connected."""
-    made = ClusterBackend(tiny_config(tmp_path, faults, monkeypatch))
+    is connected. Its parameter: seconds in which a placement must be there."""
+    timeout_s = getattr(request, "param", 240.0)
+    made = ClusterBackend(tiny_config(tmp_path, faults, monkeypatch, timeout_s))
     await made.start()
     yield made
     await made.stop()

@@ -67,7 +67,7 @@ async def test_a_killed_raylet_is_seen_at_once_and_models_come_back_from_their_c
     saved = await loss(backend)
     await step(backend)
     kill_raylet()
-    assert await until(backend, ready=False) < 1.0
+    assert await until(backend, ready=False) < 10.0  # Ray itself may take half a minute
     reasons = await backend.readiness()
     assert "raylet" in str(reasons["engine"])
     assert reasons["placement"] == reasons["engine"] == backend.trouble()
@@ -89,7 +89,7 @@ async def test_what_runs_when_the_raylet_is_killed_fails_and_the_next_operation_
     running = asyncio.create_task(loss(backend))
     await async_wait_for("the rank hangs", lambda: list(faults.iterdir()), not_)
     kill_raylet()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):  # half of what a rank may take that hangs
         with pytest.raises(EngineDied, match="raylet"):
             await running
     assert await loss(backend) == pytest.approx(np.log(32))

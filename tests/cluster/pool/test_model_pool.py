@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cluster.ray_cluster import groups_alive, one_node, wait_until_settled
-from tests.waiting import async_wait_for
+from tests.waiting import LIMIT_S, async_wait_for
 from tinkercloud.cluster.backend import ClusterBackend
 from tinkercloud.cluster.gpus import placement
 from tinkercloud.core.types import (
@@ -51,10 +51,12 @@ async def train(backend: ClusterBackend, model_id: str) -> float:
     return output.metrics["loss:sum"]
 
 
-async def until_waiting(backend: ClusterBackend, model_id: str) -> str:
-    reason = await async_wait_for("it waits", lambda: backend.queue_state(model_id))
-    assert reason is not None
-    return reason
+async def until_waiting(backend: ClusterBackend, subject: str) -> None:
+    await async_wait_for(
+        "it says for what it waits",
+        lambda: backend.queue_state(subject),
+        lambda reason: reason == "waiting until 2 CPU bundles are free",
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,12 +121,10 @@ async def test_a_model_waits_says_why_and_is_created_when_another_is_deleted(
     await backend.create_model("first", "a", FULL)
     second = asyncio.create_task(backend.create_model("second", "b", SPEC))
     await until_waiting(backend, "second")
-    await asyncio.sleep(1.5)
-    assert backend.queue_state("second") == "waiting until 2 CPU bundles are free"
     await train(backend, "first")
     assert not second.done()
     await backend.delete_model("first")
-    await asyncio.wait_for(second, 60)
+    await asyncio.wait_for(second, LIMIT_S)
     assert backend.queue_state("second") is None
     await train(backend, "second")
 
@@ -142,6 +142,7 @@ async def test_a_sample_that_finds_no_gpus_says_what_it_waits_for(backend: Clust
     assert backend.queue_state(version) is None
 
 
+@pytest.mark.parametrize("backend", [20.0], indirect=True)
 async def test_a_model_that_waits_too_long_fails_with_the_reason(backend: ClusterBackend):
     await backend.create_model("first", "a", FULL)
     with pytest.raises(CapacityTimeout, match="got no 2 CPU bundles within 20 s"):
@@ -155,7 +156,7 @@ async def test_the_pool_of_a_base_without_models_is_closed_when_another_waits(
     await backend.create_model("first", "a", SPEC)
     await backend.delete_model("first")
     assert groups_alive() == ["a"]
-    await asyncio.wait_for(backend.create_model("second", "b", SPEC), 60)
+    await asyncio.wait_for(backend.create_model("second", "b", SPEC), LIMIT_S)
     assert groups_alive() == ["b"]
 
 

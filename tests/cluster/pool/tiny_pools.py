@@ -13,7 +13,9 @@ from tinkercloud.cluster.base_models import BaseModels
 from tinkercloud.config import ClusterConfig, Config, ModelSource
 
 
-def tiny_config(folder: Path, faults: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+def tiny_config(
+    folder: Path, faults: Path, monkeypatch: pytest.MonkeyPatch, placement_timeout_s: float
+) -> Config:
     """Two ranks for each pool, and room for one pool on two CPUs."""
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     for name in ("a", "b"):
@@ -34,7 +36,7 @@ def tiny_config(folder: Path, faults: Path, monkeypatch: pytest.MonkeyPatch) -> 
     own = ClusterConfig(
         gpus=2, dp=2, tp=1, gpu_memory_bytes=16 * 1024**3, max_seq_len=128, device="cpu",
         sglang_command=f"{sys.executable} -c \"raise SystemExit('no engine here')\"",
-        placement_timeout_s=20.0, start_timeout_s=60.0, operation_timeout_s=30.0,
+        placement_timeout_s=placement_timeout_s, start_timeout_s=240.0, operation_timeout_s=120.0,
         sample_timeout_s=5.0,
     )  # fmt: skip
     models = tuple(ModelSource(name, folder / name) for name in ("a", "b"))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.cpu.tiny import PLAIN, SIZES
 from tests.cluster.ray_cluster import STORE_BYTES, two_nodes, wait_until_settled
-from tests.waiting import async_wait_for
+from tests.waiting import LIMIT_S, async_wait_for
 from tinkercloud.cluster.gpus.placement import Placement, Placer, Request, release, train_indices
 from tinkercloud.cluster.training.rank_actors import GroupSettings
 from tinkercloud.cluster.training.train_group import RayTrainGroup
@@ -23,6 +23,7 @@ from tinkercloud.planning.plan import GIB, ClusterShape, Plan, PlanConstraints
 from tinkercloud.planning.slime_builder import SlimeArgumentBuilder
 
 SPEC = LoraSpec(rank=4, seed=1)
+HANG_S = 10.0  # without progress; a rank that crawls takes longer, half a second at a time
 ADAM = AdamParams(learning_rate=0.1)
 RANKS = 2
 
@@ -80,7 +81,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     (tmp_path / "faults").mkdir()
     placer = Placer()
     placement = await placer.take(
-        Request("group", RANKS, device="cpu", strategy="SPREAD", timeout_s=60.0)
+        Request("group", RANKS, device="cpu", strategy="SPREAD", timeout_s=240.0)
     )
     settings = GroupSettings(
         name="group",
@@ -91,7 +92,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
         rank_class="tests.cluster.ray_ranks:TinyRank",
         environment={"TINY_FAULTS": str(tmp_path / "faults")},
         timeout_s=30.0,
-        start_timeout_s=60.0,
+        start_timeout_s=240.0,
     )
     made = Bench(None, placer, placement, tmp_path, settings)  # type: ignore[arg-type]
     made.group = made.new_group()
@@ -235,7 +236,7 @@ async def test_after_a_failed_rank_training_continues_from_the_checkpoint_with_e
 
 
 async def test_a_rank_that_hangs_is_noticed_and_its_group_is_restored(bench: Bench):
-    bench.group = bench.new_group(timeout_s=3.0)
+    bench.group = bench.new_group(timeout_s=HANG_S)
     group = await started(bench)
     bench.fault("forward_only-1-hang")
     with pytest.raises(EngineDied, match=r"ranks \[0, 1\] of group made no progress in forward"):
@@ -245,7 +246,7 @@ async def test_a_rank_that_hangs_is_noticed_and_its_group_is_restored(bench: Ben
 
 
 async def test_a_slow_rank_that_makes_progress_is_awaited(bench: Bench):
-    bench.group = bench.new_group(timeout_s=3.0)
+    bench.group = bench.new_group(timeout_s=HANG_S)
     group = await started(bench)
     for rank in range(RANKS):
         bench.fault(f"forward_only-{rank}-crawl")
@@ -385,7 +386,7 @@ async def test_a_node_lost_during_a_step_fails_the_operation_and_training_contin
     lost = next(node for node in cluster.worker_nodes)
     await asyncio.to_thread(cluster.remove_node, lost)
     with pytest.raises(EngineDied, match="died"):
-        await asyncio.wait_for(underway, 60)
+        await asyncio.wait_for(underway, LIMIT_S)
     # Not in a thread: Ray sets a signal handler.
     cluster.add_node(num_cpus=2, object_store_memory=STORE_BYTES)
     await group.onload()
