@@ -32,7 +32,7 @@ def outputs(server: Server) -> list[list[dict]]:
         env={**os.environ, **server.sdk_environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     parts = re.split(r"----- block \d+ -----\n", done.stdout)[1:]
@@ -86,7 +86,7 @@ def test_the_quickstart_teaches_the_secret_word(server: Server) -> None:
         env={**os.environ, **server.sdk_environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()

@@ -61,12 +61,16 @@ def test_an_interrupted_demo_ends_its_server_and_leaves_nothing(
     demo_environment: dict[str, str], tmp_path: Path, how: signal.Signals
 ):
     demo = start_demo(demo_environment, tmp_path / "out")
-    said = demo.stdout.readline() + demo.stdout.readline()
-    port = re.search(r"^serving at http://127.0.0.1:(\d+)", said, re.M)[1]
+    said = ""
+    while (serving := re.search(r"^serving at http://127.0.0.1:(\d+)", said, re.M)) is None:
+        line = demo.stdout.readline()
+        assert line, said
+        said += line
+    port = serving[1]
     assert answers(port)
     time.sleep(1.0)
     demo.send_signal(how)
-    rest = demo.communicate(timeout=60)[0]
+    rest = demo.communicate(timeout=LIMIT_S)[0]
     assert demo.returncode == 128 + how, rest
     assert not answers(port)
     assert "Traceback" not in rest
@@ -81,7 +85,7 @@ def cookbook_script(text: str, *arguments: str) -> "subprocess.CompletedProcess[
     return subprocess.run(
         [sys.executable, "-c", text, *arguments],
         env={**os.environ, **QUIET, "PYTHONPATH": f"{ROOT / 'cookbook'}:{ROOT}"},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=LIMIT_S,
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def run(missing: tuple[str, ...], runs: dict[str, list[str]]) -> "subprocess.Com
     """The recipes with these arguments, where these packages are not installed."""
     return subprocess.run(
         [sys.executable, "-c", RUN_ALL.format(missing=missing, runs=runs)],
-        capture_output=True, text=True, cwd=ROOT, timeout=120,
+        capture_output=True, text=True, cwd=ROOT, timeout=300,
     )  # fmt: skip
 
 

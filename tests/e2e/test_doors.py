@@ -200,7 +200,7 @@ def test_a_talk_at_the_terminal_is_the_chat_of_the_api(server: Server, openai: O
         input=f"{content}\n/stats\n/eval\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     assert expected.content is not None

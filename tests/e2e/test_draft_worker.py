@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import tinker
 from tests import serving
 from tests.waiting import wait_for, wait_for_line
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 KEY = "the-worker-s-key"
 
 
@@ -39,8 +39,15 @@ def sampled(sampler: tinker.SamplingClient) -> list[tuple[list[int], list[float]
     return found
 
 
-def wait_for_figures(http: httpx.Client, least_accepted: int) -> dict[str, Any]:
-    """Of speculation, which come about once a second: once so many drafted tokens are accepted."""
+def wait_for_figures(
+    http: httpx.Client, least_accepted: int, sample: Callable[[], object]
+) -> dict[str, Any]:
+    """Of speculation, which come about once a second: once so many drafted tokens are accepted. How
+    many samples that takes depends on what drafts cost on this machine."""
+
+    def figures_so_far() -> dict[str, Any]:
+        sample()
+        return http.get("/health").json().get("speculation", {}).get("m", {})
 
     def num_accepted(figures: dict[str, Any]) -> int:
         depths = figures.get("drafters", {}).get("remote", {}).get("depths", [])
@@ -48,7 +55,7 @@ def wait_for_figures(http: httpx.Client, least_accepted: int) -> dict[str, Any]:
 
     return wait_for(
         f"{least_accepted} drafted tokens are accepted",
-        lambda: http.get("/health").json().get("speculation", {}).get("m", {}),
+        figures_so_far,
         lambda figures: num_accepted(figures) >= least_accepted,
         poll_s=0.1,
     )
@@ -70,7 +77,7 @@ def test_a_worker_drafts_and_its_death_changes_no_sample(
             sampler = service.create_sampling_client(base_model="m").result()
             drafted = [sampled(sampler) for _ in range(2)]
             with server.http() as http:
-                figures = wait_for_figures(http, 20)
+                figures = wait_for_figures(http, 20, lambda: drafted.append(sampled(sampler)))
                 metrics = http.get("/metrics").text
             assert figures["drafter"]["workers"][f"127.0.0.1:{port}"]["connected"]
             assert figures["drafter"]["workers"][f"127.0.0.1:{port}"]["taken"] > 0
@@ -81,7 +88,7 @@ def test_a_worker_drafts_and_its_death_changes_no_sample(
             service.close("success").result()
             assert KEY not in server.output()
             assert "no drafts from" in server.output()
-    assert drafted == [plain, plain]
+    assert drafted == [plain] * len(drafted)
 
 
 def refused(*arguments: str) -> str:

@@ -102,16 +102,22 @@ def test_the_api_answers_in_milliseconds_while_the_engine_computes(
     client: Client, server: Server, text: list[int]
 ) -> None:
     model = client.model()
-    training = model.forward_backward([client.supervised(text)] * 40, "cross_entropy")
-    times_ms = []
     with server.http() as http:
-        http.get("/health")
-        for _ in range(60):
-            began = time.monotonic()
-            assert http.get("/health").status_code == 200
-            times_ms.append(1000 * (time.monotonic() - began))
-            time.sleep(0.01)
-    assert float(np.median(times_ms)) < 20, sorted(times_ms)[-10:]
+
+        def median_ms() -> float:
+            times_ms = []
+            for _ in range(60):
+                began = time.monotonic()
+                assert http.get("/health").status_code == 200
+                times_ms.append(1000 * (time.monotonic() - began))
+                time.sleep(0.01)
+            return float(np.median(times_ms))
+
+        median_ms()
+        alone_ms = median_ms()  # more than a few where the machine is busy with something else
+        training = model.forward_backward([client.supervised(text)] * 40, "cross_entropy")
+        beside_ms = median_ms()
+    assert beside_ms < max(20, 5 * alone_ms), (alone_ms, beside_ms)
     training.result()
 
 

@@ -20,7 +20,7 @@ from tinkercloud.speculative.remote.connection import ClientSecurity
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
 
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 PROMPT = "one two three four five one two three four five one two three"
 COMMAND = (sys.executable, "-m", "tinkercloud")
 

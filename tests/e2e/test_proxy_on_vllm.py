@@ -34,7 +34,7 @@ EAGER = "--enforce-eager"  # else it compiles for minutes at its first start
 START_S = 600.0
 REPEATED = "one two three one two four one two"
 ALONE, VERIFIED, TOGETHER = 2000, 120, 16
-LEVEL, RARE = 1e-3, 5
+LEVEL, RARE = 1e-6, 5
 """The chance that the test of equal distributions fails; what is expected less often is counted as
 one."""
 

@@ -50,7 +50,7 @@ class Trained:
             [sys.executable, "-m", "tinkercloud", *map(str, (*arguments, *place))],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             cwd=ROOT,
             env={**os.environ, **QUIET},
             check=False,

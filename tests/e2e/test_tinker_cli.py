@@ -160,7 +160,7 @@ def test_the_installed_program_is_the_same(tinker_: Terminal) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert ended_well(run), run.stderr
     assert MODEL in run.stdout
@@ -310,7 +310,7 @@ def test_push_hf(ann: Account, tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=300,
         )
     assert ended_well(run), run.stderr
     files = hub.files["ann/a"]

@@ -35,7 +35,7 @@ class User:
     def __init__(self, server: Server, name: str):
         headers = new_key(server, name)
         base_url = f"{server.base_url}/api/v1/"
-        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=60, trust_env=False)
+        self._http = httpx.Client(base_url=base_url, headers=headers, timeout=300, trust_env=False)
         self._rng = np.random.default_rng(0)
         self.session = self.post("create_session", tags=[])["session_id"]
         number = {"session_id": self.session, "sampling_session_seq_id": 0}
@@ -117,8 +117,11 @@ class Operator:
         wait_for("the engine has samples", self.num_samples, poll_s=0.1)
 
     def wait_until_idle(self) -> None:
-        """Soon: what was cancelled is not computed to its end."""
-        wait_for("it has none", self.num_samples, lambda n: n == 0, limit_s=5.0, poll_s=0.1)
+        wait_for("it has none", self.num_samples, lambda n: n == 0, poll_s=0.1)
+
+    def num_tokens(self) -> int:
+        """That the engine has sampled."""
+        return self._http.get("/health").json()["backend"]["tokens_sampled"]
 
     def close(self) -> None:
         self._http.close()
@@ -132,7 +135,7 @@ def eve(server: Server) -> Iterator[Operator]:
 
 
 def test_prompts_of_8000_tokens_slow_anothers_short_samples_by_two_at_most(
-    ann: User, bob: User
+    eve: Operator, ann: User, bob: User
 ) -> None:
     prompts = [bob.tokens(SHORT) for _ in range(9)]
     bob.short_samples(prompts[:2])
@@ -140,24 +143,34 @@ def test_prompts_of_8000_tokens_slow_anothers_short_samples_by_two_at_most(
     long = [ann.sample(ann.tokens(LONG), max_tokens=1) for _ in range(6)]
     time.sleep(1.0)
     beside_s, meanwhile = bob.short_samples(prompts)
+    last = ann.status(long[-1])["status"]
+    ann.finish()
+    eve.wait_until_idle()
+    again_s, _ = bob.short_samples(prompts)
+    alone_s = max(alone_s, again_s)  # the machine may have become slower meanwhile
     figures = f"a short sample takes {alone_s:.3f} s alone, {beside_s:.3f} s beside long prompts"
     logger.info("%s", figures)
-    assert ann.status(long[-1])["status"] == "pending", "the prompts were over too soon"
+    assert last == "pending", "the prompts were over too soon"
     assert meanwhile == before, "company changes no bit"
     assert beside_s <= 2.0 * alone_s + 0.1, figures
 
 
 def test_who_cancels_or_leaves_costs_nothing_any_more(eve: Operator, ann: User) -> None:
+    """What was cancelled is not computed to its end."""
+    before = eve.num_tokens()
     cancelled = ann.sample(ann.tokens(LONG), max_tokens=100)
     eve.wait_until_busy()
     ann.post("cancel_future", request_id=cancelled)
     eve.wait_until_idle()
+    between = eve.num_tokens()
+    assert between - before < 100
     for _ in range(4):
         ann.sample(ann.tokens(LONG), max_tokens=100)
     ann.sample(ann.tokens(SHORT), num_samples=SAMPLES_AT_ONCE, max_tokens=4000)
     eve.wait_until_busy()
     ann.finish()
     eve.wait_until_idle()
+    assert eve.num_tokens() - between < SAMPLES_AT_ONCE * 4000 / 10
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Stand:
         command += ["--data-dir", str(self.server.data_dir)]
         environment = {**QUIET, "PYTHONPATH": str(ROOT), "PATH": ""}
         return subprocess.run(
-            command, capture_output=True, text=True, env=environment, check=False, timeout=120
+            command, capture_output=True, text=True, env=environment, check=False, timeout=300
         )
 
     def imported(self, folder: Path, name: str, *options: str) -> str:
