@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar, cast
 
-LIMIT_S = 120.0  # of a busy machine; what holds at once takes no longer for it
+LIMIT_S = 240.0  # of a busy machine; what holds at once takes no longer for it
 POLL_S = 0.01
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from tests.serving import QUIET, ROOT
 PAGE = Page(ROOT / "docs" / "extending.md")
 COPIED = ("tinkercloud", "tinker_gmi", "tests", "docs")
 HEADER = re.compile(r"# ([\w./]+\.py)(?:, (above|below|in place of) (.+))?\n")
-LIMIT_S = 200.0
+LIMIT_S = 500.0
 
 
 @dataclass(frozen=True)

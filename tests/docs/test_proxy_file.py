@@ -24,7 +24,7 @@ from tinkercloud.config import Config
 PROXY = serving.ROOT / "docs" / "deploy" / "nginx.conf"
 PROGRAMS = ("nginx", "openssl")
 LIMIT_BYTES = 1024**2
-START_S, TOKEN_S = 10.0, 20.0
+STOP_S, TOKEN_S = 60.0, 60.0
 PROTOBUF = {"content-type": "application/x-protobuf"}
 
 missing = [program for program in PROGRAMS if shutil.which(program) is None]
@@ -48,7 +48,7 @@ def proxy(folder: Path, server_url: str, api_key: str) -> Iterator[httpx.Client]
             yield client
     finally:
         nginx.terminate()
-        nginx.wait(START_S)
+        nginx.wait(STOP_S)
 
 
 def certificate_in(folder: Path) -> Path:

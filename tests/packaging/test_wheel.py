@@ -57,7 +57,7 @@ class Installation:
             env={**inherited, **variables},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
     def server(self, data_dir: Path, *arguments: str, **variables: str) -> Server:
@@ -127,7 +127,7 @@ def sample(server: Server, base_model: str) -> subprocess.CompletedProcess[str]:
     """By the official client of the test environment."""
     command = [sys.executable, "-c", SAMPLE, base_model]
     environment = {**os.environ, **server.sdk_environment}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def contents(wheel: Path) -> set[str]:
