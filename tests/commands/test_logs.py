@@ -11,6 +11,7 @@ import tinker
 from tests import serving
 from tests.api.harness import Api
 from tests.api.harness import serving as serving_here
+from tests.waiting import wait_for
 from tinkercloud.logs import JsonFormatter
 
 
@@ -29,9 +30,14 @@ def test_an_operation_that_ended_names_its_request_model_and_session(
     model = service.create_lora_training_client(base_model="fake/tiny", rank=4).result()
     model_id = model.get_info().model_id
     model.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
-    lines = [line for line in sdk_server.output().splitlines() if line.startswith("{")]
-    entries = [json.loads(line) for line in lines]
-    (entry,) = [e for e in entries if e["message"].startswith("OptimStep completed in ")]
+
+    def ended() -> list[dict[str, str]]:
+        whole = sdk_server.output().rpartition("\n")[0].splitlines()
+        entries = [json.loads(line) for line in whole if line.startswith("{")]
+        return [e for e in entries if e["message"].startswith("OptimStep completed in ")]
+
+    # A poll that finds the result on record may be answered before the log tells of it.
+    (entry,) = wait_for("the log tells of it", ended)
     assert entry["level"] == "debug"
     assert entry["process"] == "server"
     assert entry["user"] == "default"
