@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import suite
-from tests.suite import Budget, Timed, head_commit, print_budget, read_report, slice_of
+from tests.suite import Budget, Timed, head_commit, print_budget, read_report, slice_of, slowness
 
 BUDGET = Budget.read()
 FILES = sorted(
@@ -77,6 +77,11 @@ def test_a_run_of_pytest_reports_what_it_ran():
     status, tests = suite.pytest("-q", "tests/test_suite.py", "-k", "two_deep")
     assert (status, len(tests)) == (0, 4)
     assert all(test.file == "tests/test_suite.py" for test in tests)
+
+
+def test_a_machine_counts_as_slow_as_it_was_at_its_slowest():
+    assert slowness([0.1, 0.3, 0.1], 0.1) == pytest.approx(3.0)
+    assert slowness([0.05], 0.1) == 1.0
 
 
 def test_the_commit_is_known():
