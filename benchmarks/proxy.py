@@ -41,7 +41,11 @@ SLOW_LINK, NEAR_LINK = Link(delay_s=0.04, bytes_per_s=12.5e6), Link(0.01, 12.5e6
 POOL_AHEAD = 1.5
 QUICK_TOKENS, QUICK_REPEATS = 32, 1
 AHEAD = 1.0
-COLUMNS = ("target", "text", "alone tokens/s", "proxy tokens/s", "times", "tokens a round", "equal")
+COLUMNS = (
+    "target", "text", "alone tokens/s", "streamed tokens/s", "proxy tokens/s", "times",
+    "tokens a round", "equal",
+)  # fmt: skip
+ALONE_WHOLE, ALONE_STREAMED, PROXIED = range(3)
 
 
 class UnequalError(AssertionError):
@@ -96,7 +100,7 @@ async def proxy(upstream: Upstream, tokenizer: Path) -> AsyncIterator[httpx.Asyn
 
 @dataclass
 class Load:
-    """best: seconds for an answer, alone and through the proxy."""
+    """best: seconds for an answer, by contender."""
 
     name: str
     prompt: str
@@ -114,6 +118,15 @@ class Load:
         self.texts[which] = answer.choices[0].text
         self.num_tokens = usage.completion_tokens
 
+    async def stream(self, which: int, client: openai.AsyncOpenAI, model: str, tokens: int) -> None:
+        start = perf_counter()
+        events = await client.completions.create(
+            model=model, prompt=self.prompt, max_tokens=tokens, temperature=0, stream=True
+        )
+        pieces = [event.choices[0].text async for event in events if event.choices]
+        self.best[which] = min(self.best[which], perf_counter() - start)
+        self.texts[which] = "".join(pieces)
+
 
 async def measured(
     upstream: Upstream, tokenizer: Path, tokens: int, repeats: int
@@ -126,17 +139,19 @@ async def measured(
             base_url="http://proxy/v1", api_key="none", http_client=http, max_retries=0
         )
         for name, text in STRUCTURED.items():
-            load, before = Load(name, text, [1e9, 1e9], ["", ""]), await rounds(http)
+            load, before = Load(name, text, [1e9] * 3, [""] * 3), await rounds(http)
             for client in (alone, through):
-                await load.run(0, client, upstream.model, 8)
-            load.best = [1e9, 1e9]
-            for _, which in alternating((0, 1), repeats):
-                await load.run(which, (alone, through)[which], upstream.model, tokens)
-                if which and load.texts[0] != load.texts[1]:
+                await load.run(ALONE_WHOLE, client, upstream.model, 8)
+            load.best = [1e9] * 3
+            for _, which in alternating((ALONE_WHOLE, ALONE_STREAMED, PROXIED), repeats):
+                run = load.stream if which == ALONE_STREAMED else load.run
+                client = through if which == PROXIED else alone
+                await run(which, client, upstream.model, tokens)
+                if len({*load.texts} - {""}) > 1:
                     raise UnequalError(f"{upstream.name}, {name}: {load.texts}")
             after = await rounds(http)
             a_round = (after[1] - before[1]) / max(1, after[0] - before[0])
-            times = load.best[0] / load.best[1]
+            times = load.best[ALONE_WHOLE] / load.best[PROXIED]
             speeds = (round(load.num_tokens / best, 1) for best in load.best)
             rows.append((upstream.name, name, *speeds, round(times, 2), round(a_round, 1), "yes"))
             targets.append(
@@ -169,8 +184,8 @@ async def measured_pool(
         if load.texts[0] != load.texts[1]:
             raise UnequalError(f"{name}, {load.name}: {load.texts}")
         times = load.best[0] / load.best[1]
-        speeds = (round(load.num_tokens / best, 1) for best in load.best)
-        rows.append((name, load.name, *speeds, round(times, 2), "-", "yes"))
+        alone, drafted = (round(load.num_tokens / best, 1) for best in load.best)
+        rows.append((name, load.name, alone, "-", drafted, round(times, 2), "-", "yes"))
         what = f"{name}, {load.name}: times the pool alone"
         targets.append(Target.at_least(what, times, POOL_AHEAD))
     return rows, targets, version
@@ -246,9 +261,10 @@ ABOUT = """\
 SmolLM2-135M-Instruct in {dtype}; one request at a time, greedy, {tokens} tokens that continue JSON,
 code or arithmetic, through OpenAI's client: to the target, and to `tinkercloud proxy` before it
 with `--draft suffix --drafted-tokens {most}`, in alternating runs; the better one of each counts.
-The texts are compared before a speed is reported. Our server runs with `--speculate off`: with its
-default it drafts like this itself, and needs no proxy. *tokens a round*: accepted ones and the
-target's own.
+*streamed*: the target alone again, token by token, as the proxy reads it between drafts. The texts
+are compared before a speed is reported. Our server runs with `--speculate off`: with its default it
+drafts like this itself, and needs no proxy. *times*: proxy over alone. *tokens a round*: accepted
+ones and the target's own.
 
 *pool*: llama.cpp with two workers of one thread each on this machine, in Q4_1, every link of them
 with that delay and 100 Mbit/s, `output: coordinator`; {pool_tokens} tokens, one run each after a
