@@ -146,3 +146,17 @@ def test_aging_brings_back_the_hope():
     low = acceptance.overall
     acceptance.age(0.01)
     assert low < 0.02 < 0.2 < acceptance.overall
+
+
+def test_drafts_that_nobody_verified_are_learned_from_by_what_the_target_sampled():
+    """A drafter that was wrong at first and is right now is found out without a verification."""
+    acceptance = learned([a_round([(0.9, 0.9)], [0])] * 50)
+    assert acceptance.survivals([(0.9,)])[0, 0] < 0.1
+    unverified = replace(a_round([(0.9, 0.9)], [0], verified=[0]), foreseen=(True,))
+    for _ in range(500):
+        acceptance.learn(unverified)
+    assert acceptance.survivals([(0.9,)])[0, 0] > 0.8
+    behind = replace(a_round([(0.9, 0.9)], [1], verified=[1]), foreseen=(False,))
+    assert learned([behind] * 500).survivals([(0.9, 0.9)])[0, 1] < 0.05
+    unknown = replace(behind, foreseen=(None,))
+    assert learned([unknown] * 500).survivals([(0.9, 0.9)])[0, 1] > 0.5

@@ -63,7 +63,7 @@ class DraftObserver(Protocol):
 @dataclass(slots=True)
 class _SampleRound:
     """A sample in the current round. limit: tokens that were asked of the drafter; num_verified: of
-    the draft, what the target sees."""
+    the draft, what the target sees. foreseen: as of `Round`."""
 
     sample: Sample
     group: Hashable
@@ -72,6 +72,7 @@ class _SampleRound:
     num_verified: int
     num_accepted: int = 0
     ended: bool = False
+    foreseen: bool | None = None
     chances: tuple[float, ...] = ()
     is_judged: bool = False
 
@@ -234,6 +235,8 @@ class Speculation(Speculator):
         last = entry.draft.tokens[num_new - 1] if num_judged == num_new else None
         entry.ended = last == sample.tokens[-1]  # an accepted token is a stop: none comes after it
         entry.num_accepted, entry.is_judged = num_new - 1 + entry.ended, True
+        if entry.num_accepted == entry.num_verified < len(entry.draft.tokens) and not entry.ended:
+            entry.foreseen = entry.draft.tokens[entry.num_verified] == sample.tokens[-1]
         if not num_judged:
             return
         if sample not in self._repeated:
@@ -370,6 +373,7 @@ def _round_of(entries: Sequence[_SampleRound], times: Times) -> Round:
         sum(len(entry.sample.tokens) for entry in entries) / len(entries),
         tuple(entry.group for entry in entries),
         tuple(entry.ended for entry in entries),
+        tuple(entry.foreseen for entry in entries),
     )
 
 

@@ -81,7 +81,7 @@ class Acceptance:
         return rows, rows * np.cumprod(rates, 1)
 
     def learn(self, last_round: Round) -> None:
-        if not last_round.num_verified:
+        if not any(last_round.confidences):
             self._requested[0] += sum(limit > 0 for limit in last_round.limits)
             return
         padded, _ = self._padded(last_round.confidences)
@@ -91,7 +91,8 @@ class Acceptance:
             """(B, D): whether the depth is among the first so many tokens of each sequence."""
             return depths < np.array(counts, np.int64)[:, None]
 
-        judged, accepted = reaches(last_round.num_judged), reaches(last_round.accepted)
+        # What is not verified is seen too, or a drafter that was bad once would stay so for good.
+        judged, accepted = reaches(last_round.num_compared), reaches(last_round.num_right)
         self.age(float(np.exp(-judged.sum() / self._prior.memory)))
         buckets = _buckets(padded)
         self._learn_groups(last_round.groups, judged, accepted, self._rates[depths, buckets])

@@ -84,7 +84,9 @@ class Round:
     limits: tokens asked of the drafter, at most. confidences: of the tokens that it proposed.
     verified: how many of those the target saw. accepted: how many of these were accepted.
     context: mean over the sequences. ended: whether its sample ended with a drafted token, so that
-    the target added none and what was drafted after it was not judged; () where none did.
+    the target added none and what was drafted after it was not judged; () where none did. foreseen:
+    whether the token that the target added is the one that was drafted in its place, behind those
+    that were verified; None where none was, () where that is so of all.
     """
 
     limits: tuple[int, ...]
@@ -95,6 +97,7 @@ class Round:
     context: float = 0.0
     groups: tuple[Hashable, ...] = ()
     ended: tuple[bool, ...] = ()
+    foreseen: tuple[bool | None, ...] = ()
 
     @property
     def num_sequences(self) -> int:
@@ -119,3 +122,19 @@ class Round:
         ended = self.ended or (False,) * self.num_sequences
         judged = zip(self.verified, self.accepted, ended, strict=True)
         return tuple(min(v, a + 1 - e) for v, a, e in judged)
+
+    @property
+    def num_compared(self) -> tuple[int, ...]:
+        """Drafted tokens of which it is known whether they were right: those with a verdict, and
+        the one in whose place the target's own is, though nobody verified it."""
+        known = zip(self.num_judged, self._foreseen, strict=True)
+        return tuple(judged + (each is not None) for judged, each in known)
+
+    @property
+    def num_right(self) -> tuple[int, ...]:
+        known = zip(self.accepted, self._foreseen, strict=True)
+        return tuple(accepted + bool(each) for accepted, each in known)
+
+    @property
+    def _foreseen(self) -> tuple[bool | None, ...]:
+        return self.foreseen or (None,) * self.num_sequences

@@ -42,7 +42,7 @@ from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling import scheduler
 from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.embedded.sampling.trace import Trace
-from tinkercloud.speculative.draft_length.rounds import Reason
+from tinkercloud.speculative.draft_length.rounds import Reason, Round
 from tinkercloud.speculative.drafters.drafter import Drafter
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 
@@ -197,6 +197,37 @@ def test_every_drafted_token_that_is_right_is_accepted(store: ModelStore, base: 
     all_same(sampler.run(requests), plain)
     assert [each.accepted for each in drafting.policy.rounds] == [(8,), (8,), (8,), (1,)]
     assert sampler.engine.num_tokens_sampled == 30
+
+
+@pytest.mark.parametrize(("err_every", "are_right"), [(0, True), (1, False)])
+@pytest.mark.parametrize("num_verified", [0, 2])
+def test_what_was_drafted_in_place_of_the_targets_own_token_is_compared_with_it(
+    store: ModelStore, base: str, num_verified: int, err_every: int, *, are_right: bool
+) -> None:
+    """Behind the verified tokens, where all of them were accepted, and where none was verified."""
+    requests = {
+        str(i): (base, ask(random_prompt(20, i), max_tokens=30, seed=i, use_eos=False))
+        for i in range(4)
+    }
+    plain = Sampler(store).run(requests)
+    drafting = Drafting(lambda _: knowing(plain, requests, err_every), 5)
+    policy = drafting.policy
+    policy.choose = lambda confidences: [min(num_verified, len(c)) for c in confidences]
+    all_same(Sampler(store, speculate=drafting).run(requests), plain)
+    places = [place for each in policy.rounds for place in _places(each)]
+    compared = [foreseen for foreseen, is_compared in places if is_compared]
+    assert len(compared) > 20 or (num_verified and not are_right)
+    assert all(foreseen is are_right for foreseen in compared)
+    assert all(foreseen is None for foreseen, is_compared in places if not is_compared)
+
+
+def _places(last_round: Round) -> list[tuple[bool | None, bool]]:
+    """Of each sample: what its round says, and whether there is something to say."""
+    drafts = zip(
+        last_round.foreseen, last_round.accepted, last_round.verified, last_round.confidences,
+        strict=True,
+    )  # fmt: skip
+    return [(foreseen, a == v < len(c)) for foreseen, a, v, c in drafts]
 
 
 @pytest.mark.parametrize("rank", [0, 4])
