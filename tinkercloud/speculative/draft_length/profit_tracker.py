@@ -11,7 +11,7 @@ LEAST_ROUNDS = 8
 MEMORY = 0.99
 DOUBT = 0.6
 """Relative deviation of one round's profit; of the mean of n rounds, less by their root."""
-FIRST_BAR, LONGEST_BAR = 256, 2048  # rounds
+FIRST_BAR, LONGEST_BAR = 32, 2048  # rounds; a sample has some hundred
 
 
 @dataclass(slots=True)
