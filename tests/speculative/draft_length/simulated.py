@@ -110,6 +110,11 @@ class Run:
     controller: DraftLengthController
     outcome: Outcome = field(default_factory=Outcome)
     num_unread: int = 0  # rounds
+    unverified_coins: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Of its own, so that what nobody verifies does not change what becomes of the rest.
+        self.unverified_coins = np.random.default_rng([self.machine.seed, 1])
 
     def round(self, loads: list[Load]) -> list[int]:
         """How many drafted tokens of each were accepted."""
@@ -132,9 +137,11 @@ class Run:
         self.num_unread = 0 if any(limits) else self.num_unread + 1
         times = Times(quiet[0] * noise * jitter, quiet[1] * noise, catch_up_ms=catch_up_ms)
         groups = tuple(load.group for load in loads)
+        dull = [drafter.dull if each else 1.0 for each in hard]
         last_round = Round(
-            tuple(limits), confidences, tuple(verified), tuple(accepted), times, groups=groups
-        )
+            tuple(limits), confidences, tuple(verified), tuple(accepted), times, groups=groups,
+            foreseen=tuple(map(self._foreseen, lengths, verified, accepted, dull)),
+        )  # fmt: skip
         self.controller.observe(last_round)
         self.outcome.tokens += len(loads) + sum(
             self._expected(n, drafter.dull if hard[i] else 1.0) for i, n in enumerate(verified)
@@ -144,6 +151,11 @@ class Run:
         self.outcome.reasons.append(self.controller.reason)
         self.outcome.kinds.append(self.controller.kind)
         return accepted
+
+    def _foreseen(self, length: int, verified: int, accepted: int, dull: float) -> bool | None:
+        if accepted < verified or verified == length:
+            return None
+        return bool(self.unverified_coins.random() < self.drafter.rate(verified) * dull)
 
     def is_hard(self, num_loads: int) -> np.ndarray:
         """Whose draft is dull in this round."""

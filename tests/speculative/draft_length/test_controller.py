@@ -166,6 +166,21 @@ def test_a_drafter_that_becomes_good_is_found_by_probing():
     assert run.controller.is_on
 
 
+@pytest.mark.parametrize("num_wrong", [10, 40])
+def test_drafts_that_cost_nothing_are_used_soon_though_they_were_wrong_at_first(num_wrong):
+    """A text begins to repeat itself only later, within some hundred tokens of a sample."""
+    num_rounds = []
+    for seed in range(12):
+        run = started(few_cores, Drafter((0.0,), token_ms=0.0), seed)
+        for _ in range(num_wrong):
+            run.round([Load(100)])
+        run.drafter.rates = (0.95,)
+        while run.outcome.drafted[-1] < 3 and len(run.outcome.drafted) < 400:
+            run.round([Load(100)])
+        num_rounds.append(len(run.outcome.drafted) - num_wrong)
+    assert np.mean(num_rounds) < 30 and max(num_rounds) < 100, num_rounds
+
+
 def test_after_new_weights_it_is_tried_again_soon():
     drafter = Drafter((0.0,), step_ms=1.0)
     run = ran(started(memory_bound, drafter, seed=3), 8)
