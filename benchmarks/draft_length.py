@@ -101,7 +101,7 @@ def without_comparisons(controller: DraftLengthController) -> None:
 
 
 class BlindTracker(ProfitTracker):
-    def add(self, worth_ms: float, spent_ms: float) -> None:
+    def add(self, worth_ms: float, spent_ms: float, num_sequences: int) -> None:
         pass
 
 

@@ -25,8 +25,9 @@ from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Roun
 # Speculative rounds before the first plain one, then twice as many each time: a wrong table shows
 # at the first comparisons, and later ones only cost.
 FIRST_COMPARISON = 4
-# Times as many where drafts cost nothing: only their rows may be dearer than they seem.
-FREE_PATIENCE = 4
+# Times as many where drafts cost nothing: only their rows may be dearer than they seem. Where they
+# are expected to gain little, a plain round costs little, and tells whether they gain at all.
+FREE_PATIENCE, FREE_GAIN = 4, 0.5
 AGED = 0.25  # what counts of acceptance weigh after a change of weights or draft
 
 
@@ -122,7 +123,10 @@ class DraftLengthController(DraftLength):
     @property
     def _rounds_to_compare(self) -> int:
         """From one plain round to the next."""
-        return self._next_comparison * (FREE_PATIENCE if self._planner.is_free else 1)
+        if not self._planner.is_free:
+            return self._next_comparison
+        share = min(1.0, max(0.0, self._planner.plan.gain / FREE_GAIN))
+        return round(self._next_comparison * (1 + share * (FREE_PATIENCE - 1)))
 
     @property
     def _is_warming_up(self) -> bool:
@@ -199,7 +203,7 @@ class DraftLengthController(DraftLength):
         elif self.kind is Kind.SPECULATIVE:
             self._since_compared += 1
             if times.usable and (last_round.num_verified or not self._free):
-                self._profit.add(worth_ms, times.all_ms)
+                self._profit.add(worth_ms, times.all_ms, last_round.num_sequences)
 
     def skipped(self, ms: float) -> None:
         self._probing.advance(ms)

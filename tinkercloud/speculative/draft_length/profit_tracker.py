@@ -11,7 +11,9 @@ LEAST_ROUNDS = 8
 MEMORY = 0.99
 DOUBT = 0.6
 """Relative deviation of one round's profit; of the mean of n rounds, less by their root."""
-FIRST_BAR, LONGEST_BAR = 32, 2048  # rounds; a sample has some hundred
+BAR_OF_SEQUENCE, MOST_SEQUENCES, LONGEST_BAR = 32, 8, 2048
+"""Rounds of the first bar, by sequences: one text may begin to repeat itself soon, within the some
+hundred tokens of a sample; of many the mean stays, and each trial costs more."""
 
 
 @dataclass(slots=True)
@@ -20,13 +22,13 @@ class ProfitTracker:
     spent_ms: float = 0.0
     num_rounds: int = 0
     barred_rounds: int = 0  # still to come
-    next_bar: int = FIRST_BAR
+    next_bar: int = 0  # at least
 
     @property
     def is_barred(self) -> bool:
         return self.barred_rounds > 0
 
-    def add(self, worth_ms: float, spent_ms: float) -> None:
+    def add(self, worth_ms: float, spent_ms: float, num_sequences: int) -> None:
         """A speculative round took `spent_ms`; plain ones take `worth_ms` for as many tokens."""
         self.worth_ms = MEMORY * self.worth_ms + worth_ms
         self.spent_ms = MEMORY * self.spent_ms + spent_ms
@@ -34,8 +36,9 @@ class ProfitTracker:
         rounds = min(self.num_rounds, 1 / (1 - MEMORY))
         behind = self.worth_ms < (1 - DOUBT / sqrt(rounds)) * self.spent_ms
         if self.num_rounds >= LEAST_ROUNDS and behind:
-            self.barred_rounds = self.next_bar
-            self.next_bar = min(2 * self.next_bar, LONGEST_BAR)
+            first_bar = BAR_OF_SEQUENCE * min(num_sequences, MOST_SEQUENCES)
+            self.barred_rounds = max(self.next_bar, first_bar)
+            self.next_bar = min(2 * self.barred_rounds, LONGEST_BAR)
             self._clear()
 
     def advance(self) -> None:
@@ -48,7 +51,7 @@ class ProfitTracker:
             self.barred_rounds //= 2
 
     def reset(self) -> None:
-        self.barred_rounds, self.next_bar = 0, FIRST_BAR
+        self.barred_rounds, self.next_bar = 0, 0
         self._clear()
 
     def _clear(self) -> None:
