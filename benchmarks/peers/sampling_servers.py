@@ -10,6 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -106,7 +107,7 @@ class Completions:
 
     async def latency(self, load: Load) -> Outcome:
         """first_s and gaps_s of all prompts at once."""
-        start, short = time.perf_counter(), Load(load.prompts, STREAMED_TOKENS, load.num_samples)
+        start, short = time.perf_counter(), replace(load, max_tokens=STREAMED_TOKENS)
         answers = await _answers(load, lambda prompt: self._token_times(short, prompt))
         streams = [times for answer in answers for times in answer]
         gaps_s = [gap for times in streams for gap in gaps(times)]
