@@ -54,13 +54,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """tokens: of a structured sample. even_repeats: of prose, where a fiftieth counts, which is
-    less than a machine's speed varies by; single_repeats of one sample, where a run is a second at
-    most. most: samples at once; most_fixed: likewise, where fixed lengths run too. come: requests
-    that come as they come, of up to twice `many_tokens`."""
+    """tokens: of a structured sample. repeats: of one. even_repeats: of prose, where a fiftieth
+    counts, which is less than a machine's speed varies by; single_repeats of one sample, where a
+    run is a second at most. most: samples at once; most_fixed: likewise, where fixed lengths run
+    too. come: requests that come as they come, of up to twice `many_tokens`."""
 
     tokens: int = 256
-    repeats: int = 3
+    repeats: int = 7
     even_repeats: int = 5
     single_repeats: int = 15
     most: int = 128
@@ -70,7 +70,7 @@ class Scale:
     rl: RlScale = field(default_factory=RlScale)
 
     def repeats_of(self, workload: Workload) -> int:
-        if workload.name in STRUCTURED or workload.at_once > self.most_fixed:
+        if workload.name in STRUCTURED:
             return self.repeats
         return self.single_repeats if workload.at_once == 1 else self.even_repeats
 

@@ -1,9 +1,10 @@
 """What the suffix drafter promises, by counting all that was written anew for every draft."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
+from tinkercloud.speculative.drafters.suffix import ContinuationRule
 from tinkercloud.speculative.drafters.suffix_drafter import LEAD, SuffixSettings
 
 Dated = list[tuple[int, int]]  # tokens, each with when it was written
@@ -70,7 +71,10 @@ class CountingDrafter(Drafter):
             end = end[len(end) - longest(texts, end) :]
             if len(end) < rule.shortest:
                 break
-            token, share = likeliest(followers(texts, end), rule.doubt / len(end))
+            following = followers(texts, end)
+            token = likeliest(following)
+            followed = sum(other == token for other, _ in following)
+            share = smoothed(texts, end, token, (followed, len(following)), rule)
             certain *= share
             if certain < rule.share:
                 break
@@ -99,8 +103,37 @@ def longest(texts: list[Dated], tokens: list[int]) -> int:
     return 0
 
 
-def likeliest(following: Dated, doubt: float) -> tuple[int, float]:
-    """The token that is there most often, of equals the one that came first; its share."""
+def occurrences(texts: list[Dated], end: list[int]) -> int:
+    length = len(end)
+    texts_tokens = [[token for token, _ in text] for text in texts]
+    return sum(
+        tokens[at : at + length] == end
+        for tokens in texts_tokens
+        for at in range(len(tokens) - length + 1)
+    )
+
+
+def likeliest(following: Dated) -> int:
+    """The token that is there most often, of equals the one that came first."""
     tokens = [token for token, _ in sorted(following, key=lambda dated: dated[1])]
-    token = max(dict.fromkeys(tokens), key=tokens.count)
-    return token, tokens.count(token) / (len(tokens) + doubt)
+    return max(dict.fromkeys(tokens), key=tokens.count)
+
+
+def smoothed(
+    texts: list[Dated], end: list[int], token: int, counts: tuple[int, int], rule: ContinuationRule
+) -> float:
+    """The token's share after `end`, which those after shorter ends that occur more often count
+    in. counts: how often the token followed, and any."""
+    shorter, often = end, occurrences(texts, end)
+    for length in range(len(end) - 1, 0, -1):
+        if occurrences(texts, end[len(end) - length :]) > often and rule.num_shorter:
+            shorter = end[len(end) - length :]
+            break
+    if shorter is end:
+        share, weight = 0.0, rule.doubt / len(end)
+    else:
+        counted = occurrences(texts, [*shorter, token]), occurrences(texts, shorter)
+        one_less = replace(rule, num_shorter=rule.num_shorter - 1)
+        share = smoothed(texts, shorter, token, counted, one_less)
+        weight = rule.shorter / (1 + (len(end) / rule.long) ** 2)
+    return (counts[0] + weight * share) / (counts[1] + weight)

@@ -9,7 +9,7 @@ import pytest
 
 from tinkercloud.speculative.drafters.suffix import ROOT, Automaton, ContinuationRule
 
-COUNTED = ContinuationRule(share=0.0, doubt=0.0)
+COUNTED = ContinuationRule(share=0.0, doubt=0.0, shorter=0.0)
 
 
 def built(*texts: list[int]) -> Automaton:
@@ -78,6 +78,20 @@ def test_the_confidence_is_the_share_and_less_after_few_tokens():
     assert draft.confidences == (2 / 3.5,)
     draft = automaton.continuation(*place_of(automaton, [2]), 1, rule)
     assert draft.confidences == (2 / 4,)
+
+
+def test_what_followed_once_is_less_sure_where_shorter_text_went_on_otherwise():
+    automaton = built([1, 9, 3], [2, 9, 4], [5, 9, 6], [7, 8, 4])
+    rule = ContinuationRule(share=0.0, doubt=1.0, shorter=4.0, long=2)  # 2 of a match of two tokens
+    after_9 = 1 / (3 + 1)  # what follows a 9, which something else did once more
+    draft = automaton.continuation(*place_of(automaton, [1, 9]), 1, rule)
+    assert draft.tokens == (3,)
+    assert draft.confidences == pytest.approx([(1 + 2 * after_9) / (1 + 2)])
+    unique = automaton.continuation(*place_of(automaton, [7, 8]), 1, rule)
+    assert unique.confidences == pytest.approx([1 / (1 + 1 / 2)])
+    longest_only = replace(rule, num_shorter=0)
+    draft = automaton.continuation(*place_of(automaton, [1, 9]), 1, longest_only)
+    assert draft.confidences == unique.confidences
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -78,9 +78,8 @@ DRAFT_POOL_BYTES = 512 * 1024**2
 NEW_STEPS, NEW_CASES = 60, 8
 """Of a head that is made: steps of a training, and times as many tokens before one."""
 MAX_LOOKED_UP = 16  # tokens of a draft that cost nothing
-MAX_ROWS = 64
-"""Of a pass, drafted ones included. Beyond, a CPU is bound by arithmetic: a drafted row costs as
-much as a sample's next token, and the noise of a measured table must not promise otherwise."""
+MAX_ROWS = 128
+"""Of a pass, drafted ones included: what the times of rounds are measured up to."""
 
 
 @dataclass(frozen=True, slots=True)

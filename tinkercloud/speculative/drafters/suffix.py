@@ -28,15 +28,23 @@ class ContinuationRule:
     """How far to trust what followed.
 
     share: a continuation ends where the product of its confidences falls below. shortest: the least
-    match to draft from. doubt: how often something else is taken to have followed a match of one
-    token, in addition to what was counted; of n tokens, the nth part of that. Without it everything
-    that was seen once is certain: of tokens at confidence 1, 56 % were then accepted in program
-    text, and with a doubt of 2, 90 %.
+    match to draft from.
+
+    What followed a match was often seen once, and says little alone: after "= " in a table of sums
+    there is another number each time. So the shares after its shorter suffixes count too, each of
+    them that occurs at more places than the one before, `num_shorter` at most: as `shorter`
+    occurrences of the longer one (a Dirichlet prior, as MacKay and Peto 1995); as half as many
+    where that has `long` tokens, which tell of a text that repeats as a whole, and ever fewer
+    beyond. doubt: how often something else is taken to have followed the shortest of them, in
+    addition to what was counted, if it has one token; if it has n, the nth part of that.
     """
 
     share: float = 0.1
     shortest: int = 1
     doubt: float = 2.0
+    shorter: float = 2.0
+    num_shorter: int = 3
+    long: int = 24
 
 
 class Automaton:
@@ -150,7 +158,7 @@ class Automaton:
         following = self._after(state, token)
         if following != NONE or self._token[state] == NONE:
             return following, following != NONE
-        return self._likeliest(state, 0.0)[1], False
+        return self._likeliest(state)[1], False
 
     def continued(self, state: int, length: int) -> tuple[int, int]:
         """The longest suffix that was followed by anything: its state and its length."""
@@ -169,7 +177,8 @@ class Automaton:
             state, length = self.continued(state, length)
             if length < rule.shortest:
                 break
-            token, following, share = self._likeliest(state, rule.doubt / length)
+            token, following, times = self._likeliest(state)
+            share = self._share(state, length, token, (self._count[following], times), rule)
             product *= share
             if product < rule.share:
                 break
@@ -178,8 +187,8 @@ class Automaton:
             state, length = following, length + 1
         return Draft(tuple(tokens), tuple(shares))
 
-    def _likeliest(self, state: int, doubt: float) -> tuple[int, int, float]:
-        """The token, the state after it, and its share."""
+    def _likeliest(self, state: int) -> tuple[int, int, int]:
+        """The token, the state after it, and how often any followed."""
         count = self._count
         token, following = self._token[state], self._next[state]
         best = times = count[following]
@@ -187,4 +196,21 @@ class Automaton:
             times += count[after]
             if count[after] > best:
                 token, following, best = other, after, count[after]
-        return token, following, best / (times + doubt)
+        return token, following, times
+
+    def _share(
+        self, state: int, length: int, token: int, counts: tuple[int, int], rule: ContinuationRule
+    ) -> float:
+        """How often `length` tokens, a string of `state`, are followed by the token. counts: how
+        often they were, and by any."""
+        chain = [(*counts, length)]
+        link, count = self._link, self._count
+        while len(chain) <= rule.num_shorter and link[state] != ROOT:
+            state = link[state]
+            chain.append((count[self._after(state, token)], count[state], self._length[state]))
+        followed, times, shortest = chain.pop()
+        share = followed / (times + rule.doubt / shortest)
+        for followed, times, length in reversed(chain):
+            weight = rule.shorter / (1 + (length / rule.long) ** 2)
+            share = (followed + weight * share) / (times + weight)
+        return share
