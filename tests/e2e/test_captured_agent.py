@@ -98,7 +98,7 @@ def test_the_log_probabilities_are_those_of_the_whole_sequence(
 
 def agent_rl(server: Server, steps: int, out: Path) -> str:
     """What it printed."""
-    quick = ("--warm-up", "4", "--questions", "2", "--group-size", "3", "--held-out", "1")
+    quick = ("--warm-up", "1", "--questions", "2", "--group-size", "3", "--held-out", "1")
     goes = ("--steps", str(steps), "--save-every", "1", "--out", str(out))
     return recipe(server, "agent_rl", *quick, *goes)
 

@@ -25,6 +25,7 @@ def demo_environment(smollm2_gguf: Path, tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **QUIET, **place, "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.slow
 def test_a_kill_of_the_server_changes_no_bit_of_a_run(
     demo_environment: dict[str, str], tmp_path: Path
 ):

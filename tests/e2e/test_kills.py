@@ -50,8 +50,10 @@ def server(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.mark.parametrize(
     ("sdk", "name", "kills"),
-    [(tinker, "rl", RL), (tinker_gmi, "sft", SFT)],
-    ids=["tinker", "tinker_gmi"],
+    [
+        pytest.param(tinker, "rl", RL, id="tinker"),
+        pytest.param(tinker_gmi, "sft", SFT, id="tinker_gmi", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_over_kills_is_the_run_without_them(
     sdk: ModuleType, name: LoopName, kills: Sequence[Kill], server: Server

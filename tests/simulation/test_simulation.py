@@ -19,8 +19,8 @@ from tests.simulation.run import run_schedule
 from tests.simulation.schedule import MAX_AT_AWAITS
 from tinkercloud.services.recovery.returns import CannotComeBack, Return
 
-FAST_S, SLOW_S = 90.0, 1200.0
-NUM_FAST = 360
+FAST_S, SLOW_S = 45.0, 1200.0
+NUM_FAST = 180
 FIRST_SLOW_SEED = 1_000_000
 
 

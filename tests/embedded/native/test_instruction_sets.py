@@ -51,11 +51,12 @@ def in_process(name: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def others() -> Iterator[object]:
-    """Sets that the tests of this process do not use already; of many, those are slow that are
-    neither the next fastest one nor the emulation."""
+    """Sets that the tests of this process do not use already; those are slow that are neither the
+    next fastest one with vectors nor the emulation."""
     names = [name for name in NAMES if name != compiler.usable_sets()[0].name]
-    yield from names[:1]
-    yield from (pytest.param(name, marks=pytest.mark.slow) for name in names[1:])
+    vectors = [name for name in names if name != GENERIC.name][:1]
+    yield from vectors
+    yield from (pytest.param(name, marks=pytest.mark.slow) for name in names if name not in vectors)
     yield AMX_EMULATED.name
 
 
