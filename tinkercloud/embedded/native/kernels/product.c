@@ -41,6 +41,8 @@ typedef struct {
   const char *w;
   int64_t w_stride; /* bytes from panel to panel */
   int64_t steps;
+  const char *next; /* weights to fetch meanwhile */
+  int64_t next_stride; /* bytes from step to step */
   float *sums; /* [row][SUM_PANELS * PANEL] */
   int begins;  /* from zero, not from `sums` */
 } tile_t;
@@ -94,6 +96,10 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
 #else
 #define UNROLLED
 #endif
+/* A step of three rows has so many instructions that few steps are underway at once, too few to keep
+   the memory busy; and while the rows of a second tile meet weights that are in the cache, nothing
+   would be read of the next ones. With 16 lanes it was not measured. */
+#define FETCHES_WEIGHTS(ROWS) (LANES == 8 && ROWS > 2)
 #define SUM_AT(r, c, v) (sums + (r * SUM_PANELS + c) * PANEL + v * LANES)
 
 #define DEFINE_TILE(KIND, ROWS, PANELS)                                                            \
@@ -103,11 +109,17 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
     EACH(i, (ROWS + 2) / 3) x[i] = t->x + 3 * i * xs;                                              \
     float *sums = t->sums;                                                                         \
     int begins = t->begins;                                                                        \
+    const char *next = t->next;                                                                    \
+    int64_t next_stride = t->next_stride;                                                          \
     for (int64_t s = 0, end; s < t->steps; s = end) {                                              \
       vec a[ROWS][PANELS][VECS] = {};                                                              \
       end = MIN(s + BLOCK_STEPS, t->steps);                                                        \
       UNROLLED for (; s < end; s++) {                                                              \
         KIND##_STEP(ROWS, PANELS);                                                                 \
+        if (FETCHES_WEIGHTS(ROWS)) {                                                               \
+          EACH(c, PANELS) __builtin_prefetch(next + c * ws);                                       \
+          next += next_stride;                                                                     \
+        }                                                                                          \
         w += STEP_BYTES;                                                                           \
         EACH(i, (ROWS + 2) / 3) x[i] += KIND##_STRIDE;                                             \
       }                                                                                            \
@@ -198,6 +210,7 @@ typedef struct {
   int64_t panel, panels; /* at most what tiles hold */
   int64_t step, steps;
   inputs_t inputs;
+  const char *next; /* weights of the chunk that follows */
 } chunk_t;
 
 static void run_tile(run_tile_t *run, const tile_t *t, int64_t is_narrow) {
@@ -219,12 +232,13 @@ static void run_chunk(const chunk_t *c, float *sums) {
   int ends = c->step + c->steps == all_steps;
   tile_t t = {.x_stride = c->inputs.stride, .w_stride = stride, .steps = c->steps,
               .w = (const char *)p->w + c->panel * stride + c->step * STEP_BYTES,
-              .begins = c->step == 0};
+              .begins = c->step == 0, .next_stride = STEP_BYTES / count};
   for (int64_t i = 0; i < count; i++) {
     int64_t first = rows * i / count, end = rows * (i + 1) / count;
     const tiles_t *tile = &tiles[end - first - 1];
     t.x = c->inputs.x + first * c->inputs.stride;
     t.sums = sums + first * SUM_PANELS * PANEL;
+    t.next = c->next + i * c->steps * t.next_stride; /* each tile fetches its part */
     for (int64_t r = first; FETCHES_AHEAD && ends && r < end; r++)
       __builtin_prefetch(p->y + (c->rows.first + r) * p->y_stride + col, 1);
     run_tile(tile->of[c->panels - 1], &t, p->is_narrow);
@@ -248,6 +262,12 @@ static void multiply_some(const product_t *p, range_t rows, range_t panels, int6
     c.inputs = inputs_of(p, kind, rows, step, c.steps);
     for (c.panel = panels.first; c.panel < panels.end; c.panel += c.panels) {
       c.panels = MIN(together, panels.end - c.panel);
+      int64_t next = c.panel + c.panels, next_step = step;
+      if (next == panels.end && step + size < steps) {
+        next = panels.first;
+        next_step += size;
+      }
+      c.next = (const char *)p->w + (next * steps + next_step) * STEP_BYTES;
       run_chunk(&c, sums + (c.panel - panels.first) * PANEL);
     }
   }
