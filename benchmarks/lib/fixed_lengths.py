@@ -46,10 +46,12 @@ class Hindsight:
         return max([(0, 1.0), *self.times.items()], key=lambda pair: pair[1])
 
     def bound(self, costs: CostTable, sequences: int, context: float) -> float:
-        """The most times plain, if a round took what the table says: as if drafting and the rest of
-        a round took no time."""
+        """The most times plain, if a round of all the sequences took what the table says: as if
+        drafting and the rest of a round took no time, and all ended together."""
         plain_ms, times = costs.plain_ms(sequences, context), 1.0
         for seen in self.acceptance.values():
-            verify_ms = float(costs.verify_ms(np.array([seen.rows]), sequences, context)[0])
+            verify_ms = float(
+                costs.verify_ms(np.array([sequences * seen.rows]), sequences, context)[0]
+            )
             times = max(times, seen.per_pass * plain_ms / verify_ms)
         return times

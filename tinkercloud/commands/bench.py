@@ -95,8 +95,8 @@ class TimedRun:
 @dataclass(frozen=True, slots=True)
 class AcceptanceSummary:
     """Of one drafter in an engine. by_depth: the share of verified tokens that were accepted, nan
-    where none was verified. per_pass: tokens that a pass adds to a sample. rows: of a pass, with
-    drafted ones. *_ms: of a pass."""
+    where none was verified. per_pass: tokens that a pass adds to a sample. rows: of a sample in a
+    pass, with drafted ones. *_ms: of a pass."""
 
     by_depth: tuple[float, ...]
     per_pass: float
@@ -109,13 +109,15 @@ class AcceptanceSummary:
     def of(cls, telemetry: dict[str, Any]) -> "AcceptanceSummary":
         (record,) = telemetry["drafters"].values()
         num_passes, ms = max(1, telemetry["forwards"]), telemetry["ms"]
+        per_pass = telemetry["tokens_per_sequence_forward"]
+        num_in_passes = max(1.0, telemetry["tokens"] / per_pass) if per_pass else 1.0  # samples
         return cls(
             tuple(
                 depth["accepted"] / depth["verified"] if depth["verified"] else nan
                 for depth in record["depths"]
             ),
-            telemetry["tokens_per_sequence_forward"],
-            sum(telemetry["rows"].values()) / num_passes,
+            per_pass,
+            sum(telemetry["rows"].values()) / num_in_passes,
             telemetry["tokens"],
             ms["draft"] / num_passes,
             ms["verify"] / num_passes,
