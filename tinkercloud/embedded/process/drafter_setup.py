@@ -79,7 +79,8 @@ NEW_STEPS, NEW_CASES = 60, 8
 """Of a head that is made: steps of a training, and times as many tokens before one."""
 MAX_LOOKED_UP = 16  # tokens of a draft that cost nothing
 MAX_ROWS = 128
-"""Of a pass, drafted ones included: what the times of rounds are measured up to."""
+"""Of a pass, drafted ones included: up to where the times of rounds are measured, unless they are
+long (`step_costs`)."""
 
 
 @dataclass(frozen=True, slots=True)
