@@ -110,14 +110,13 @@ class AcceptanceSummary:
         (record,) = telemetry["drafters"].values()
         num_passes, ms = max(1, telemetry["forwards"]), telemetry["ms"]
         per_pass = telemetry["tokens_per_sequence_forward"]
-        num_in_passes = max(1.0, telemetry["tokens"] / per_pass) if per_pass else 1.0  # samples
         return cls(
             tuple(
                 depth["accepted"] / depth["verified"] if depth["verified"] else nan
                 for depth in record["depths"]
             ),
             per_pass,
-            sum(telemetry["rows"].values()) / num_in_passes,
+            sum(telemetry["rows"].values()) * per_pass / max(1, telemetry["tokens"]),
             telemetry["tokens"],
             ms["draft"] / num_passes,
             ms["verify"] / num_passes,

@@ -74,7 +74,8 @@ class CountingDrafter(Drafter):
             following = followers(texts, end)
             token = likeliest(following)
             followed = sum(other == token for other, _ in following)
-            share = smoothed(texts, end, token, (followed, len(following)), rule)
+            written = [[other for other, _ in text] for text in texts]
+            share = smoothed(written, end, token, (followed, len(following)), rule)
             certain *= share
             if certain < rule.share:
                 break
@@ -103,14 +104,9 @@ def longest(texts: list[Dated], tokens: list[int]) -> int:
     return 0
 
 
-def occurrences(texts: list[Dated], end: list[int]) -> int:
-    length = len(end)
-    texts_tokens = [[token for token, _ in text] for text in texts]
-    return sum(
-        tokens[at : at + length] == end
-        for tokens in texts_tokens
-        for at in range(len(tokens) - length + 1)
-    )
+def occurrences(texts: list[list[int]], text: list[int]) -> int:
+    n = len(text)
+    return sum(t[i : i + n] == text for t in texts for i in range(len(t) - n + 1))
 
 
 def likeliest(following: Dated) -> int:
@@ -120,7 +116,11 @@ def likeliest(following: Dated) -> int:
 
 
 def smoothed(
-    texts: list[Dated], end: list[int], token: int, counts: tuple[int, int], rule: ContinuationRule
+    texts: list[list[int]],
+    end: list[int],
+    token: int,
+    counts: tuple[int, int],
+    rule: ContinuationRule,
 ) -> float:
     """The token's share after `end`, which those after shorter ends that occur more often count
     in. counts: how often the token followed, and any."""

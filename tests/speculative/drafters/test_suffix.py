@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.speculative.drafters.counting_drafter import occurrences
 from tinkercloud.speculative.drafters.suffix import ROOT, Automaton, ContinuationRule
 
 COUNTED = ContinuationRule(share=0.0, doubt=0.0, shorter=0.0)
@@ -32,11 +33,6 @@ def texts_of(seed: int) -> list[list[int]]:
     generator = np.random.default_rng(seed)
     some = [generator.integers(0, 3, int(n)).tolist() for n in generator.integers(1, 40, 5)]
     return [*some, some[0][3:9] * 3]
-
-
-def occurrences(texts: list[list[int]], text: list[int]) -> int:
-    n = len(text)
-    return sum(t[i : i + n] == text for t in texts for i in range(len(t) - n + 1))
 
 
 @pytest.mark.parametrize("seed", range(12))
