@@ -2,7 +2,8 @@
 
 fast: what is neither slow nor a cluster's; folders and files that `budget.toml` calls parallel run
 on two processes, then the others one after another, because they measure time or compute on all
-cores.
+cores. Two processes begin with the files that take longest, so that neither has one to itself at
+the end.
 slow: a slice of the slow tests that fits into `--seconds`, another one for each commit, so that in
 a few runs all of them had their turn. Each mode prints the 20 slowest tests and what each folder
 took of its budget. Where CI is set, a folder beyond twice its budget fails the run: less
@@ -34,10 +35,12 @@ NO_TESTS = 5  # pytest's exit status where nothing was selected
 @dataclass(frozen=True, slots=True)
 class Budget:
     """folders, slow: seconds by folder and by file of slow tests, on a machine whose `probe_s` is
-    this one. parallel: folders by how many threads of PyTorch each of two processes has."""
+    this one. parallel: folders by how many threads of PyTorch each of two processes has. long:
+    files in the order in which they begin, before all others."""
 
     probe_s: float
     parallel: dict[int, tuple[str, ...]]
+    long: tuple[str, ...]
     folders: dict[str, float]
     cluster: dict[str, float]
     slow: dict[str, float]
@@ -48,6 +51,7 @@ class Budget:
         return cls(
             table["machine"]["probe_s"],
             {each["threads"]: tuple(each["folders"]) for each in table["parallel"]},
+            tuple(table["order"]["long"]),
             table["folders"],
             table["cluster"],
             table["slow"],
@@ -101,15 +105,28 @@ def run_mode(mode: str, budget: Budget, probes: list[float]) -> tuple[int, list[
         run("-m", "not slow", "tests/cluster")
         return runs[0]
     picked = ["-m", "not slow", "--ignore=tests/cluster"] if mode == "fast" else []
-    in_twos = ["-n", "2", "--dist", "loadfile"]  # a file's tests stay together with their fixtures
+    # A file's tests stay together, with their fixtures; files begin in the order given.
+    in_twos = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     alone = ["tests"]
     for threads, names in budget.parallel.items():
-        folders = [f"tests/{name}" for name in names]
-        alone += [f"--ignore={folder}" for folder in folders]
-        run(*in_twos, *picked, *folders, OMP_NUM_THREADS=str(threads))
+        alone += [f"--ignore=tests/{name}" for name in names]
+        run(*in_twos, *picked, *files_in(names, budget.long), OMP_NUM_THREADS=str(threads))
     run(*picked, *alone)
     statuses, tests = zip(*runs, strict=True)
     return next(filter(None, statuses), 0), [test for each in tests for test in each]
+
+
+def files_in(names: Iterable[str], long: Sequence[str]) -> list[str]:
+    """Files of tests in these folders (and these files) below tests/, from the repository's root;
+    those of `long` first, in its order."""
+    tests = ROOT / "tests"
+    found: list[str] = []
+    for name in names:
+        place = tests / name
+        paths = [place] if place.is_file() else sorted(place.rglob("test_*.py"))
+        found += [path.relative_to(tests).as_posix() for path in paths]
+    first = [file for file in long if file in found]
+    return [f"tests/{file}" for file in dict.fromkeys((*first, *found))]
 
 
 def pytest(*arguments: str, **environment: str) -> tuple[int, list[Timed]]:

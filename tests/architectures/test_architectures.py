@@ -223,6 +223,7 @@ def test_frequencies_of_plain_rope_are_powers_of_theta(tmp_path):
     assert magnitude == 1.0
 
 
+@pytest.mark.slow
 def test_smollm2_from_gguf_equals_transformers_on_real_text(smollm2_gguf: Path):
     folder, name = str(smollm2_gguf.parent), smollm2_gguf.name
     tokenizer = build_tokenizer(GGUFFile(smollm2_gguf).metadata)

@@ -20,6 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tiny_shapes_are_checked_and_measured_on_a_cpu(tmp_path: Path):
     process = run("--device", "cpu", "--json", str(tmp_path / "gpu.json"))
     assert not process.returncode, process.stderr
@@ -32,6 +33,7 @@ def test_tiny_shapes_are_checked_and_measured_on_a_cpu(tmp_path: Path):
     assert len(report["targets"]) == 2 + 2 + 1
 
 
+@pytest.mark.slow
 def test_a_trace_of_streams_is_written_and_shows_no_kernels_of_a_cpu(tmp_path: Path):
     path = tmp_path / "trace.json"
     process = run("--device", "cpu", "--trace", str(path))

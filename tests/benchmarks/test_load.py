@@ -92,6 +92,7 @@ async def test_the_client_over_sockets_says_what_was_refused(fake_server: Server
     api.close()
 
 
+@pytest.mark.slow
 async def test_an_attack_is_answered_and_its_bystander_is_too(fake_server: Server):
     names = ["half-open connections", "learning rates NaN and 1e308", "10000 queued samples"]
     results, period_s = await load_attacks.measure(fake_server, SERVED, names, 1.5, scale=0.01)
@@ -106,6 +107,7 @@ async def test_an_attack_is_answered_and_its_bystander_is_too(fake_server: Serve
     assert len(load_attacks.targets(results)) == 5
 
 
+@pytest.mark.slow
 async def test_a_day_of_scripts_has_the_server_before_and_after(fake_server: Server):
     day = load_day.Day(seconds=0.1, at_once=1, kept_s=5.0, settle_s=0.1, first=0)
     lived = await load_day.measure(fake_server, SERVED, day)
@@ -116,6 +118,7 @@ async def test_a_day_of_scripts_has_the_server_before_and_after(fake_server: Ser
     assert not met(grown.targets())["models in memory when all is over"]
 
 
+@pytest.mark.slow
 async def test_a_script_of_a_day_that_fails_says_why(fake_server: Server):
     day = load_day.Day(seconds=0.1, at_once=1, kept_s=5.0, settle_s=0.1, first=0)
     lived = await load_day.measure(fake_server, replace(SERVED, base_model="none"), day)

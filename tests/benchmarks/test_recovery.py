@@ -62,6 +62,7 @@ async def test_the_database_of_the_server_without_recovery_does_not_flush(tmp_pa
     assert levels == [2, 1]  # SQLite's numbers of FULL and NORMAL
 
 
+@pytest.mark.slow
 def test_a_bug_is_found_and_the_code_without_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     two = dict(list(recovery_simulation.PLANTED.items())[:2])
     monkeypatch.setattr(recovery_simulation, "PLANTED", two)
@@ -91,6 +92,7 @@ def test_a_flush_costs_something_or_nothing(tmp_path: Path) -> None:
     assert abs(recovery_steps.flush_cost_s(tmp_path, 1000, num_commits=3)) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["on", "off"])
 async def test_only_the_server_with_recovery_has_a_journal(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

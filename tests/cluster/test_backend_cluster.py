@@ -324,6 +324,7 @@ async def test_a_rank_that_dies_fails_one_operation_and_reports_the_rewind(
     np.testing.assert_array_equal(await cluster.scores(published), scores)
 
 
+@pytest.mark.slow
 async def test_full_parameter_models_have_gpus_of_their_own_until_they_are_deleted(
     cluster: Cluster, tmp_path: Path
 ):

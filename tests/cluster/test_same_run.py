@@ -12,6 +12,8 @@ from tests.cluster.cpu.serving import cluster_arguments
 from tests.cluster.cpu.tiny import write_model
 from tests.serving import start_server
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS, GROUP, NUM_NEW = 4, 4, 12
 PROMPTS = ([5, 17, 42], [8, 8, 9, 100, 3], [200])
 

@@ -128,6 +128,7 @@ def test_a_head_learns_from_where_it_was_wrong(
     )
 
 
+@pytest.mark.slow
 def test_the_target_alone_an_untrained_and_trained_heads_are_compared_on_the_same_samples(
     config: Config, prompts: Path
 ) -> None:
@@ -173,6 +174,7 @@ def draft_config(config: Config, tmp_path: Path) -> Config:
     return replace(config, speculate=f"model:{draft}")
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_trained_on_samples_then_on_its_disagreements(
     draft_config: Config, prompts: Path, tmp_path: Path
 ) -> None:

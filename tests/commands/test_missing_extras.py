@@ -66,7 +66,7 @@ def without(missing: set[str], folder: Path, *arguments: str) -> subprocess.Comp
         (("draft", "use", "x"), SERVER | EMBEDDED, "embedded"),
         (("draft", "rollback"), SERVER | EMBEDDED, "embedded"),
         (("keys", "list"), {"aiosqlite"}, None),
-        (("doctor",), EMBEDDED, None),
+        pytest.param(("doctor",), EMBEDDED, None, marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -377,8 +377,16 @@ def test_a_failed_answer_is_shown_in_its_place(console: Console) -> None:
     console.faults = [fault for fault in console.faults if "status of 4" not in fault]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("viewport", [DESK, PHONE], ids=["desk", "phone"])
+@pytest.mark.parametrize(
+    ("viewport", "scheme"),
+    [
+        pytest.param(DESK, "light", marks=pytest.mark.slow),
+        (DESK, "dark"),
+        (PHONE, "light"),
+        pytest.param(PHONE, "dark", marks=pytest.mark.slow),
+    ],
+    ids=["desk-light", "desk-dark", "phone-light", "phone-dark"],
+)
 def test_every_view_fits_its_window(
     browser: Browser, scene: Scene, viewport: dict[str, int], scheme: str
 ) -> None:

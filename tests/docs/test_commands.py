@@ -295,6 +295,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_every_benchmark_has_the_options_that_are_named(environment: dict[str, str]) -> None:
     """What they measure takes minutes; tests/benchmarks runs their parts."""
     modules = sorted({command.split()[2] for command in BENCHMARKS})

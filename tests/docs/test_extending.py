@@ -62,7 +62,7 @@ def changes() -> list[Change]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository with all of the page's changes."""
     root = tmp_path_factory.mktemp("repository")
-    unneeded = shutil.ignore_patterns("__pycache__", "docs_site")
+    unneeded = shutil.ignore_patterns("docs_site")
     for name in COPIED:
         shutil.copytree(ROOT / name, root / name, ignore=unneeded)
     for name in ("pyproject.toml", "README.md"):
@@ -73,7 +73,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(copy: Path, *arguments: str) -> None:
-    environment = os.environ | QUIET | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = os.environ | QUIET | {"PYTHONPATH": str(copy)}
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S,

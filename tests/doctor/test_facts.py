@@ -127,6 +127,7 @@ class TestInABrokenEnvironment:
             assert answer["kernels"] == ""
             assert "/does/not/exist/cc" in answer["kernels_error"]
 
+    @pytest.mark.slow
     def test_without_a_c_compiler_the_deviation_is_measured_and_equality_is_not_promised(
         self, monkeypatch, tmp_path
     ):

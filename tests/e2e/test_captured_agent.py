@@ -103,6 +103,7 @@ def agent_rl(server: Server, steps: int, out: Path) -> str:
     return recipe(server, "agent_rl", *quick, *goes)
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_the_agent_goes_on_and_leaves_its_curve(
     server: Server, tmp_path: Path
 ) -> None:

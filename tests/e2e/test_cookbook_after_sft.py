@@ -1,5 +1,5 @@
 """Our recipes SFT and RL, and those that begin with their weights, as commands against a real
-server on SmolLM2, with both clients."""
+server on SmolLM2: with the official client, in slow tests with ours too."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def official(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where sft.py by the official client left its results, and rl.py from its weights in two
     goes."""
     folder = tmp_path_factory.mktemp("tinker")
-    recipe(server, "sft", "--steps", "4", *QUICK_SFT, "--sdk", "tinker", "--out", str(folder))
+    sft(server, folder, "tinker")
     assert "going on behind" not in rl(server, folder, "tinker", 1)
     assert "going on behind step 1" in rl(server, folder, "tinker", 2)
     return folder
@@ -28,8 +28,12 @@ def official(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Likewise by our client, without rl.py."""
     folder = tmp_path_factory.mktemp("tinker_gmi")
-    recipe(server, "sft", "--steps", "4", *QUICK_SFT, "--sdk", "tinker_gmi", "--out", str(folder))
+    sft(server, folder, "tinker_gmi")
     return folder
+
+
+def sft(server: Server, folder: Path, sdk: str) -> None:
+    recipe(server, "sft", "--steps", "4", *QUICK_SFT, "--sdk", sdk, "--out", str(folder))
 
 
 def rl(server: Server, folder: Path, sdk: str, num_steps: int) -> str:
@@ -104,6 +108,7 @@ def test_a_student_comes_nearer_to_its_teacher(server: Server, official: Path, t
     assert is_picture(tmp_path / "distill_on_policy.png")
 
 
+@pytest.mark.slow
 def test_rl_goes_on_while_samples_are_underway(server: Server, official: Path, tmp_path: Path):
     student = figures(official, "sft")["state_path"]
     quick = ("--steps", "3", "--lag", "1", *QUICK_RL, "--out", str(tmp_path))
@@ -115,6 +120,7 @@ def test_rl_goes_on_while_samples_are_underway(server: Server, official: Path, t
     assert is_picture(tmp_path / "rl_async.png")
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_answers_as_the_door_does(
     server: Server, official: Path, smollm2_folder: Path, tmp_path: Path
 ):

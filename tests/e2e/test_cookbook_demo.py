@@ -57,7 +57,9 @@ def answers(port: str) -> bool:
         return probe.connect_ex(("127.0.0.1", int(port))) == 0
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_demo_ends_its_server_and_leaves_nothing(
     demo_environment: dict[str, str], tmp_path: Path, how: signal.Signals
 ):

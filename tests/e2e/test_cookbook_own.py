@@ -26,6 +26,7 @@ def dpo(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_preferences_are_learned(dpo: Path):
     values = figures(dpo, "dpo")["values"]
     assert values[0] == pytest.approx(np.log(2), abs=1e-6), "nothing is preferred yet"
@@ -44,6 +45,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_stopped(
     assert resumed == whole
 
 
+@pytest.mark.slow
 def test_checkpoints_are_compared_with_their_base(server: Server, dpo: Path, tmp_path: Path):
     path = figures(dpo, "dpo")["state_path"]
     said = recipe(server, "eval_checkpoint", path, "--held-out", "2", "--out", str(tmp_path))
@@ -64,6 +66,7 @@ def test_checkpoints_of_the_same_name_have_bars_of_their_own():
     assert said.split() == ["base", *(f"{run}/weights/sft" for run in runs)]
 
 
+@pytest.mark.slow
 def test_a_prompt_with_examples_is_learned(server: Server, tmp_path: Path):
     quick = ("--steps", "4", "--batch-size", "8", "--learning-rate", "1e-3", "--held-out", "2")
     recipe(server, "prompt_distillation", *quick, "--out", str(tmp_path))
@@ -74,6 +77,7 @@ def test_a_prompt_with_examples_is_learned(server: Server, tmp_path: Path):
     assert is_picture(tmp_path / "prompt_distillation.png")
 
 
+@pytest.mark.slow
 def test_a_loss_of_one_s_own_makes_the_sum_beside_unlikely(server: Server, tmp_path: Path):
     quick = ("--steps", "4", "--batch-size", "4", "--learning-rate", "1e-3", "--held-out", "2")
     recipe(server, "custom_loss", "--sdk", "tinker", *quick, "--out", str(tmp_path))
@@ -120,6 +124,7 @@ def drafts_of(server: Server) -> tuple[int, int]:
     return verified, accepted
 
 
+@pytest.mark.slow
 def test_what_becomes_of_drafts_is_told_by_step(server: Server, tmp_path: Path):
     before = drafts_of(server)
     quick = ("--steps", "3", "--batch-size", "4", "--questions", "3", "--learning-rate", "2e-3")
@@ -136,6 +141,7 @@ def test_what_becomes_of_drafts_is_told_by_step(server: Server, tmp_path: Path):
     assert is_picture(tmp_path / "drafter_loop.png")
 
 
+@pytest.mark.slow
 def test_learning_rates_are_trained_side_by_side(server: Server, tmp_path: Path):
     rates = ("1e-5", "1e-3", "2e-2")
     quick = ("--batch-size", "4", "--save-every", "2", "--rates", *rates, "--out", str(tmp_path))

@@ -119,8 +119,12 @@ def test_what_cannot_work_is_said_in_a_sentence(
     ("arguments", "what"),
     [
         (("--speculate", "remote:nowhere"), "HOST:PORT"),
-        (("--speculate", "remote:"), "remote:HOST:PORT"),
-        (("--speculate", "remote:a:1", "--draft-remote-key-file", "absent"), "cannot read the key"),
+        pytest.param(("--speculate", "remote:"), "remote:HOST:PORT", marks=pytest.mark.slow),
+        pytest.param(
+            ("--speculate", "remote:a:1", "--draft-remote-key-file", "absent"),
+            "cannot read the key",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_server_says_which_address_or_key_it_cannot_use(

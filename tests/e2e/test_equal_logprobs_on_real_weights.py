@@ -211,6 +211,7 @@ def test_sampled_in_a_crowd_scored_and_trained_in_others(
     assert_equal(trained(client, policies, crowd), scores)  # prompts as well
 
 
+@pytest.mark.slow
 def test_alone(client: Client, policies: list[Policy], crowd: list[Text]) -> None:
     for text in some(crowd):
         drawn = sampled(client, policies, [text.case])
@@ -220,6 +221,7 @@ def test_alone(client: Client, policies: list[Policy], crowd: list[Text]) -> Non
         assert_equal(trained(client, policies, [text]), scores)
 
 
+@pytest.mark.slow
 def test_while_others_train_and_sample(
     client: Client, policies: list[Policy], cases: list[Case], crowd: list[Text]
 ) -> None:
@@ -232,6 +234,7 @@ def test_while_others_train_and_sample(
     assert_same_samples(again, [text for text in crowd if text.case.seed in numbers])
 
 
+@pytest.mark.slow
 def test_every_way_to_score_a_prompt(
     client: Client, policies: list[Policy], crowd: list[Text]
 ) -> None:
@@ -319,6 +322,7 @@ def num_accepted(server: Server) -> int:
     return sum(depth["accepted"] for drafter in drafters for depth in drafter["depths"])
 
 
+@pytest.mark.slow
 def test_after_a_restart_of_the_server(
     client: Client, server: Server, policies: list[Policy], crowd: list[Text]
 ) -> None:

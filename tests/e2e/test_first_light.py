@@ -30,7 +30,13 @@ def server(float32_server: Server) -> Server:
     return float32_server
 
 
-@pytest.fixture(scope="module", params=[tinker, tinker_gmi], ids=["official", "ours"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(tinker, id="official"),
+        pytest.param(tinker_gmi, id="ours", marks=pytest.mark.slow),
+    ],
+)
 def client(request: pytest.FixtureRequest, server: Server) -> Iterator[Client]:
     client = Client.connect(request.param, server)
     yield client

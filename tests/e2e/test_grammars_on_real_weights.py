@@ -39,6 +39,7 @@ async def backend(smollm2_gguf: Path, tmp_path: Path) -> AsyncIterator[EmbeddedB
     await backend.stop()
 
 
+@pytest.mark.slow
 async def test_what_ends_by_itself_is_a_document_of_the_schema_at_any_temperature(
     backend: EmbeddedBackend, smollm2_gguf: Path, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def said(*arguments: str, text: str = "") -> tuple[str, str]:
     return run.stdout, run.stderr
 
 
+@pytest.mark.slow
 def test_three_processes_say_what_the_server_says(
     smollm2_gguf: Path, tmp_path: Path, server: serving.Server
 ) -> None:

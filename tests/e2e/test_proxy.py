@@ -48,6 +48,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
+@pytest.mark.slow
 def test_answers_are_the_target_s_with_drafts_of_servers_and_of_the_text(
     server: Server, smollm2_folder: Path, tmp_path: Path
 ) -> None:

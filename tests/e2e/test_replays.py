@@ -87,6 +87,7 @@ def test_the_run_is_computed_again_with_the_same_bits(trained: Trained) -> None:
     assert done.out.splitlines()[-1] == f"all {num} operations gave the bits on record"
 
 
+@pytest.mark.slow
 def test_a_branch_goes_on_bit_for_bit_and_is_told_from_its_run_where_it_leaves_it(
     trained: Trained,
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_branch_goes_on_bit_for_bit_and_is_told_from_its_run_where_it_leaves_i
     assert "step 2" in done.out.splitlines()[-2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["sample", "step"])
 def test_a_receipt_is_verified_by_a_stranger(trained: Trained, tmp_path: Path, what: str) -> None:
     """With the base model, the receipt and the weights alone."""

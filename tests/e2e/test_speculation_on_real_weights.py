@@ -115,7 +115,15 @@ def require_same(found: Outputs, expected: Outputs) -> None:
             assert one.stop_reason == other.stop_reason
 
 
-@pytest.mark.parametrize(("batch", "law"), [(1, LAWS[0]), (3, LAWS[2]), (8, LAWS[3])], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "law"),
+    [
+        pytest.param(1, LAWS[0], marks=pytest.mark.slow),
+        (3, LAWS[2]),
+        pytest.param(8, LAWS[3], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_samples_with_drafts_equal_those_without(
     version: Version, batch: int, law: Mapping[str, object]
 ) -> None:
@@ -173,6 +181,7 @@ def with_fewer_merges(tokenizer: Tokenizer, num_merges: int) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(told))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("law", "least"), [(LAWS[0], 0.6), (LAWS[2], 0.25)], ids=str)
 def test_a_model_that_cuts_words_otherwise_drafts_through_text(
     version: Version, law: Mapping[str, object], least: float

@@ -173,9 +173,10 @@ def test_who_cancels_or_leaves_costs_nothing_any_more(eve: Operator, ann: User) 
     assert eve.num_tokens() - between < SAMPLES_AT_ONCE * 4000 / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_samples", "num_calls"),
-    [(SAMPLES_AT_ONCE, 12), pytest.param(1, 25, marks=pytest.mark.slow)],
+    [(SAMPLES_AT_ONCE, 12), (1, 25)],
 )
 def test_ten_thousand_queued_samples_do_not_delay_anothers_training(
     eve: Operator, ann: User, bob: User, num_samples: int, num_calls: int

@@ -105,7 +105,7 @@ def torch_logprobs(model: Any) -> np.ndarray:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("name", [MODEL, TINY])
+@pytest.mark.parametrize("name", [pytest.param(MODEL, marks=pytest.mark.slow), TINY])
 def test_an_export_loads_in_peft_with_equal_logits_and_comes_in_again(
     stand: Stand, name: str, tmp_path: Path
 ) -> None:
@@ -174,7 +174,10 @@ def peft_adapter(base: Any, config: LoraConfig, folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "patterns")) for kind in CONFIGS],
+)
 def test_an_adapter_of_peft_is_imported_and_sampled(
     stand: Stand, kind: str, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ def test_the_command_says_its_version(installed: Installation) -> None:
     assert installed.run("tinkercloud", "version").stdout.startswith("tinkercloud ")
 
 
+@pytest.mark.slow
 def test_doctor_says_that_the_embedded_backend_can_run(
     installed: Installation, folder: Path
 ) -> None:
@@ -192,7 +193,13 @@ def test_the_fake_backend_serves_the_official_client(
     assert done.stdout == "2\n", done.stderr
 
 
-@pytest.mark.parametrize("is_carried", [True, False], ids=["carried", "compiled"])
+@pytest.mark.parametrize(
+    "is_carried",
+    [
+        pytest.param(True, id="carried"),
+        pytest.param(False, id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_the_engine_uses_the_kernels_of_the_wheel_or_compiles_its_sources(
     installed: Installation,
     folder: Path,

@@ -42,6 +42,7 @@ def smollm2_server(
         yield server
 
 
+@pytest.mark.slow
 def test_the_sdk_of_this_environment_does_everything(reference: dict[str, Any]) -> None:
     assert matrix.faults(reference) == ""
 

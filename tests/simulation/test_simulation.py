@@ -19,8 +19,8 @@ from tests.simulation.run import run_schedule
 from tests.simulation.schedule import MAX_AT_AWAITS
 from tinkercloud.services.recovery.returns import CannotComeBack, Return
 
-FAST_S, SLOW_S = 45.0, 1200.0
-NUM_FAST = 180
+FAST_S, SLOW_S = 15.0, 1200.0
+NUM_FAST = 60
 FIRST_SLOW_SEED = 1_000_000
 
 

@@ -66,6 +66,7 @@ def test_smollm2_has_its_vocabulary(smollm2):
     assert smollm2.token_to_id("<|im_end|>") == 2
 
 
+@pytest.mark.slow
 def test_smollm2_encodes_as_the_conversion_of_transformers(smollm2, smollm2_gguf):
     folder, name = str(smollm2_gguf.parent), smollm2_gguf.name
     converted = AutoTokenizer.from_pretrained(folder, gguf_file=name)

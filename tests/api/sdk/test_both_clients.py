@@ -231,7 +231,9 @@ def test_a_killed_server_restarts_and_its_clients_go_on(
         end(service)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_samples_in_flight_when_the_server_ends_are_drawn_after_its_restart(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:

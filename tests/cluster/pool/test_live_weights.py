@@ -33,7 +33,12 @@ def ray() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["tensor", "broadcast"], ids=["shared", "apart"]
+    scope="module",
+    loop_scope="module",
+    params=[
+        pytest.param("tensor", id="shared"),
+        pytest.param("broadcast", id="apart", marks=pytest.mark.slow),
+    ],
 )
 async def backend(request, tmp_path_factory) -> AsyncIterator[ClusterBackend]:
     root = tmp_path_factory.mktemp("live")

@@ -62,12 +62,12 @@ async def until_waiting(backend: ClusterBackend, subject: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "spec"),
     [
-        ("placement", SPEC),
+        pytest.param("placement", SPEC, marks=pytest.mark.slow),
         ("start-1-die", SPEC),
-        ("start-0-raise", SPEC),
-        ("create-1-raise", SPEC),
+        pytest.param("start-0-raise", SPEC, marks=pytest.mark.slow),
+        pytest.param("create-1-raise", SPEC, marks=pytest.mark.slow),
         ("placement", FULL),
-        ("create-0-die", FULL),
+        pytest.param("create-0-die", FULL, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else f"rank {value.rank}",
 )

@@ -183,6 +183,7 @@ async def test_weights_are_updated_while_cache_and_graphs_are_released(bench, ot
     np.testing.assert_allclose(await waiting, expected, atol=LIMIT, rtol=0)
 
 
+@pytest.mark.slow
 async def test_a_server_that_dies_restarts_with_the_weights_it_had(bench):
     weights = bench.manager.weight_version()
     engine = processes(bench.manager)

@@ -221,9 +221,9 @@ async def survive(bench: Bench, fault: str, operation: str = "step") -> list[flo
 @pytest.mark.parametrize(
     "fault",
     [
-        "forward_backward_only-1-die",
+        pytest.param("forward_backward_only-1-die", marks=pytest.mark.slow),
         "step_midway-0-die",
-        "apply_optimizer_step-1-raise",
+        pytest.param("apply_optimizer_step-1-raise", marks=pytest.mark.slow),
     ],
 )
 async def test_after_a_failed_rank_training_continues_from_the_checkpoint_with_equal_numbers(

@@ -41,7 +41,12 @@ from tests.cluster.rank_scripts import (
 )
 from tinkercloud.core.types import Datum, TrainBatch
 
-CASES = [(plan, full) for plan in PLANS for full in (False, True)]
+# Two ranks show splits by tensors, layers, sequences and experts; four show them together.
+CASES = [
+    pytest.param(plan, full, marks=[pytest.mark.slow] * (plan in FOUR))
+    for plan in PLANS
+    for full in (False, True)
+]
 
 
 # ---- the script that every plan plays

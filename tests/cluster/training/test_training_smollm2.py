@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.cluster.rank_plans import tiny_plan
@@ -11,6 +12,7 @@ from tinkercloud.core.types import AdamParams
 from tinkercloud.weights.huggingface import ensure_hf_folder
 
 
+@pytest.mark.slow
 def test_smollm2_on_two_stages_has_the_embedded_backends_losses(
     smollm2_gguf: Path, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_draft_model_learns_from_samples_alone_and_no_bit_of_them_changes(
         number += 1
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_has_become_worse_is_refused(
     start: Any, damaged: Path, plain: list[Samples]
 ) -> None:

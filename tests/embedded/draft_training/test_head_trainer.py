@@ -60,6 +60,7 @@ def test_a_head_unrolled_on_its_own_outputs_drafts_deeper_than_one_that_was_not(
     assert unrolled.evaluate(held).by_depth[2] > judge.evaluate(held).by_depth[2] + 0.05
 
 
+@pytest.mark.slow
 def test_replay_keeps_the_acceptance_on_the_old_task():
     """The new task has nothing in common with the old one: for some steps it costs more than two
     points of acceptance there, which a fifth of replay then wins back."""

@@ -167,6 +167,7 @@ class Choosy(Watched):
         return [sum(np.cumprod([share > 0.2 for share in own])) for own in confidences]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_right_runs_long_without_alarm(folder: Path) -> None:
     """With all of its drafts audited, and those verified of which it is sure."""
     store = open_store(folder)

@@ -50,7 +50,10 @@ def test_states_of_prompts_samples_and_drafts_in_one_batch_are_the_compiled_pass
 
 
 @COMPILED
-@pytest.mark.parametrize("make", [*OTHERS, pytest.param(lambda: GraphRunner(Traced()), id="trace")])
+@pytest.mark.parametrize(
+    "make",
+    [*OTHERS, pytest.param(lambda: GraphRunner(Traced()), id="trace", marks=pytest.mark.slow)],
+)
 def test_states_of_a_decode_step_are_the_compiled_passs_and_outlive_the_next(
     base: BaseModel, make: Callable[[], Runner]
 ):
@@ -107,7 +110,7 @@ def both(streams: FakeStreams) -> list[Streams]:
 
 
 @pytest.mark.parametrize("make", OTHERS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_a_head_sees_the_states_of_the_finished_text_and_changes_no_token(
     folder: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Runner], temperature: float
 ):

@@ -80,10 +80,10 @@ def uneven_shapes(shapes: Iterable[tuple[int, int]], dtype: torch.dtype) -> list
 def test_products_that_are_declared_row_invariant_are_so(
     dtype: torch.dtype, num_threads: int
 ) -> None:
-    """In every ninth shape, other ones for another number of threads: all take minutes in bfloat16
-    on a processor that does not multiply it."""
+    """In some shapes, other ones for another number of threads: all take minutes in bfloat16 on a
+    processor that does not multiply it."""
     if is_row_invariant(dtype):
-        assert uneven_shapes(SHAPES[num_threads::9], dtype) == []
+        assert uneven_shapes(SHAPES[num_threads::27], dtype) == []
 
 
 @pytest.mark.slow

@@ -60,6 +60,7 @@ def others() -> Iterator[object]:
     yield AMX_EMULATED.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(others()))
 def test_the_kernels_pass_their_tests_with_every_instruction_set_that_is_here(name: str) -> None:
     files = [str(Path(__file__).with_name(file)) for file in KERNEL_TESTS]

@@ -75,7 +75,13 @@ def watching(
 
 
 @pytest.mark.parametrize(("make", "tolerance"), RUNNERS)
-@pytest.mark.parametrize("load", [bodies.mixed(), bodies.crowded()], ids=["mixed", "crowded"])
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(bodies.mixed(), id="mixed"),
+        pytest.param(bodies.crowded(), id="crowded", marks=pytest.mark.slow),
+    ],
+)
 def test_streams_change_no_token_and_no_keys_are_read_before_they_are_written(  # noqa: PLR0913
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,

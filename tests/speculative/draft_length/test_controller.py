@@ -32,7 +32,7 @@ from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Roun
 
 ALL_DRAFTERS = {**DRAFTERS, "seldom sure": Drafter((0.9,), hard=0.7, dull=0.1, empty=0.3)}
 NUM_ROUNDS = 700
-BATCHES = (1, 8, 128)
+BATCHES = (1, 8, pytest.param(128, marks=pytest.mark.slow))
 PAYS = 1.2
 
 

@@ -75,7 +75,10 @@ def tail_ms(requests: list[Request]) -> float:
     return float(np.percentile([one.latency_ms for one in requests], 99))
 
 
-@pytest.mark.parametrize("busy", [0.5, 0.9, 2.0])
+@pytest.mark.parametrize(
+    "busy",
+    [pytest.param(0.5, marks=pytest.mark.slow), 0.9, pytest.param(2.0, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_goodput_is_never_below_plain_and_no_answer_comes_late(machine, drafter, busy):

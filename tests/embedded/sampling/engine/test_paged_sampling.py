@@ -257,7 +257,7 @@ def test_short_steps_for_anothers_training_change_nothing_but_time(
 # ---- too few blocks
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_pre_empted_samples_have_the_same_tokens(
     store: ModelStore, base: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -175,6 +175,7 @@ def require_same_distribution(
     assert rejected(p_values) == [], p_values
 
 
+@pytest.mark.slow
 def test_samples_with_drafts_follow_the_distribution_of_those_without(
     target: BaseModel, cut: Samples
 ) -> None:
@@ -228,6 +229,7 @@ WRONG = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
 def test_a_wrong_rule_of_acceptance_is_detected(
     wrong: Callable[[pytest.MonkeyPatch], None],

@@ -119,7 +119,7 @@ def tight_requests(base: str) -> Requests:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("drafts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_pre_empted_sample_is_streamed_once(
     store: ModelStore, base: str, compiled: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
