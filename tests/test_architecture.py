@@ -25,7 +25,7 @@ TOP = {"__init__", "__main__", "app", "cli", "commands", "server"}  # they wire 
 RULES = {
     "errors": "",
     "addresses": "errors",
-    "config": "errors",
+    "config": "addresses errors",
     "fetch": "config errors",
     "event_stream": "errors",
     "page_files": "errors",

@@ -240,6 +240,16 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
         load_config({name: value}, {})
 
 
+@pytest.mark.parametrize("address", ["nowhere", "host:", "host:99999", "host:1,:2"])
+def test_an_address_of_a_drafter_that_is_none_is_refused(address):
+    assert "write HOST:PORT" in refusal(flags={"speculate": f"remote:{address}"})
+
+
+def test_several_drafters_have_several_addresses():
+    config = load_config({"speculate": "remote:a:1, [::1]:2"}, {})
+    assert config.speculate == "remote:a:1, [::1]:2"
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::"])
 def test_binding_elsewhere_without_authentication_is_refused(host):
     assert "without authentication" in refusal(flags={"host": host, "auth": False})

@@ -119,7 +119,7 @@ def test_what_cannot_work_is_said_in_a_sentence(
     ("arguments", "what"),
     [
         (("--speculate", "remote:nowhere"), "HOST:PORT"),
-        pytest.param(("--speculate", "remote:"), "remote:HOST:PORT", marks=pytest.mark.slow),
+        (("--speculate", "remote:"), "remote:HOST:PORT"),
         pytest.param(
             ("--speculate", "remote:a:1", "--draft-remote-key-file", "absent"),
             "cannot read the key",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from tinkercloud.addresses import parse_addresses
 from tinkercloud.errors import ConfigError
 
 DEFAULT_MODEL_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -362,6 +363,8 @@ class Config:
                 f"speculate is {self.speculate!r}, not one of {', '.join(DRAFTERS)}, model:PATH, "
                 "remote:HOST:PORT"
             )
+        if kind == "remote":
+            parse_addresses(path)
         if not self.auth and self.host not in LOOPBACK_HOSTS:
             raise ConfigError(
                 f"refusing to bind {self.host} without authentication; "

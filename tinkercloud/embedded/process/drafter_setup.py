@@ -127,7 +127,7 @@ def require_drafts(settings: DrafterSettings, models: Sequence[ModelSource]) -> 
     if kind == "model" and not Path(name).exists():
         raise ConfigError(f"--speculate {settings.name}: there is no such file or folder")
     if kind == "remote":
-        _check_remote(name, settings)
+        _remote_security(settings).check()
         if settings.remote_model is not None and not settings.remote_model.exists():
             raise ConfigError(f"{settings.remote_model}: there is no such file or folder")
     if kind != "head":
@@ -234,14 +234,6 @@ def _remote_security(settings: DrafterSettings) -> "ClientSecurity":
     from tinkercloud.speculative.remote.connection import ClientSecurity
 
     return ClientSecurity(settings.remote_key_file, settings.remote_ca_file)
-
-
-def _check_remote(addresses: str, settings: DrafterSettings) -> None:
-    """Raises ConfigError."""
-    from tinkercloud.addresses import parse_addresses
-
-    parse_addresses(addresses)
-    _remote_security(settings).check()
 
 
 def _online_trainer(drafter: Drafter, base: BaseModel, settings: DrafterSettings) -> OnlineTrainer:
