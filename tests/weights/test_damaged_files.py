@@ -24,7 +24,7 @@ from tinkercloud.weights.loader import check_tensors, read_config, read_model
 from tinkercloud.weights.peft_import import import_adapter
 
 FEW, MANY = 60, 5000
-LONGEST_S = 5.0
+LONGEST_S = 5.0  # of this process alone: others may be computing too
 MOST_KB = 300 * 1024
 CPU = torch.device("cpu")
 # What parsers go wrong by: none, all of an integer's range, and what multiplies to more.
@@ -78,12 +78,12 @@ def try_damages(path: Path, read: Callable[[], object], num_examples: int) -> No
     def check(damage: Damage) -> None:
         path.unlink()  # else a map of the last one would be cut
         path.write_bytes(damage(whole))
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             read()
         except (ConfigError, UserError) as error:
             assert str(error)
-        assert time.perf_counter() - begun < LONGEST_S
+        assert time.process_time() - begun < LONGEST_S
 
     check()
 

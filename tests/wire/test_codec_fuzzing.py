@@ -19,7 +19,7 @@ from tinkercloud.wire import codec
 from tinkercloud.wire import tinker_pb2 as pb
 
 FEW, MANY = 150, 20_000
-LONGEST_S = 2.0
+LONGEST_S = 2.0  # of this process alone: others may be computing too
 # Sparse tensors may become 2**24 elements whatever the body's size, twice while they are cast.
 MOST_BYTES = 2 * 8 * codec.SPARSE_FREE_ELEMENTS + 64 * 1024**2
 
@@ -167,7 +167,7 @@ def test_whatever_comes_is_decoded_or_refused(kind: str, num_examples: int) -> N
     @fuzzing(num_examples, repeats=num_examples == FEW)
     @given(damaged(bodies))
     def check(body: bytes) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             value = decode(body)
         except codec.WireError as error:
@@ -176,7 +176,7 @@ def test_whatever_comes_is_decoded_or_refused(kind: str, num_examples: int) -> N
         else:
             use(value)
             counts["decoded"] += 1
-        assert time.perf_counter() - begun < LONGEST_S
+        assert time.process_time() - begun < LONGEST_S
 
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     check()

@@ -68,7 +68,7 @@ async def test_every_operation_has_its_time_and_its_place(tmp_path: Path) -> Non
 
 
 async def test_a_pending_operation_lasts_until_now(tmp_path: Path) -> None:
-    backend = FakeBackend(Config(data_dir=tmp_path), latency_s=5.0)
+    backend = FakeBackend(Config(data_dir=tmp_path), latency_s=2.0)
     async with serving(tmp_path, backend=backend) as api:
         session_id = await api.session()
         body = {"session_id": session_id, "model_seq_id": 0, "base_model": "fake/tiny"}
