@@ -25,8 +25,8 @@ def test_every_file_with_slow_tests_has_its_time_for_a_slice():
     assert slow == set(BUDGET.slow)
 
 
-def test_parallel_folders_and_files_exist():
-    names = [name for folders in BUDGET.parallel.values() for name in folders]
+def test_folders_and_files_that_are_named_exist():
+    names = [name for folders in (*BUDGET.parallel.values(), BUDGET.long) for name in folders]
     assert [name for name in names if not (suite.ROOT / "tests" / name).exists()] == []
 
 
