@@ -75,6 +75,9 @@ INLINE vec load_weights(const char *w) { return load((const float *)w); }
 #define paired_STEP(ROWS, PANELS) ADD_STEP(ROWS, PANELS, load_weights, broadcast, ADD_PAIRS)
 #endif
 
+/* The compiler may not keep what it has read from there: registers are short. */
+#define READ_AGAIN(pointer) __asm__("" : "+r"(pointer))
+
 /* Inputs are widened before, weights as they are read. */
 INLINE vec even_weights(const char *w) { return even_half(load_weights(w)); }
 INLINE vec odd_weights(const char *w) { return odd_half(load_weights(w)); }
@@ -85,7 +88,7 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
 #if HAS_PAIRS /* in the order of the instruction */
 #define widened_STEP(ROWS, PANELS) ODD_STEP(ROWS, PANELS); EVEN_STEP(ROWS, PANELS)
 #else
-#define widened_STEP(ROWS, PANELS) EVEN_STEP(ROWS, PANELS); ODD_STEP(ROWS, PANELS)
+#define widened_STEP(ROWS, PANELS) EVEN_STEP(ROWS, PANELS); READ_AGAIN(w); ODD_STEP(ROWS, PANELS)
 #endif
 
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
