@@ -32,7 +32,8 @@
 
 #define FETCHES_AHEAD (LANES == 8) /* before a tile of one panel: the lines that its sums go to */
 #define CHUNK_BYTES 2048 /* of a row of inputs that go together at most */
-#define MANY_ROWS 32 /* widening these takes time, so that a task has all the panels that it can */
+#define MANY_ROWS 32 /* widening these takes time, so that a task has MANY_PANELS or more */
+#define MANY_PANELS 6
 
 /* What a tile computes with. */
 typedef struct {
@@ -313,9 +314,10 @@ cut_t cut_product(int64_t rows, int64_t is_narrow, int64_t k, int64_t out) {
   int64_t task_steps = by_tiles ? TILE_TASK_STEPS : TASK_STEPS;
   int64_t panels = MIN(TASK_BYTES / (steps * STEP_BYTES), task_steps / (task_rows * steps));
   panels = MAX(panels / together, 1) * together;
-  if (widens(is_narrow) && task_rows >= MANY_ROWS) panels = MAX(panels, SUM_PANELS);
+  int is_many = widens(is_narrow) && task_rows >= MANY_ROWS;
+  if (is_many) panels = MAX(panels, MANY_PANELS);
   int64_t panel_tasks = parts(panels_of(out), panels);
-  int evens = together >= FEW_ROWS_PANELS || by_tiles;
+  int evens = is_many || together >= FEW_ROWS_PANELS || by_tiles;
   if (evens && panel_tasks > 1) { /* an even number, for two threads */
     panels = parts(panels_of(out), rounded_up(panel_tasks, 2));
     if (by_tiles) panels = rounded_up(panels, together);
