@@ -21,14 +21,13 @@ from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.compiler import processor, source
-from tinkercloud.speculative.draft_length.costs import QUICK_REPEATS, CostTable, measure_costs
+from tinkercloud.speculative.draft_length.costs import PASSES, CostTable, measure_costs
 
 logger = logging.getLogger(__name__)
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SLOW_MS = 40.0  # of one row; where it takes longer, fewer sizes are measured, once each
 SLOW_ROWS = (1, 2, 4, 8, 16, 32)
-PASSES = 3  # the median counts: a slow moment of the machine is no cost of a round
 MAX_BLOCKS_SHARE = 0.5  # of the free ones
 PROBES = 6  # rounds of one row; the fastest decides whether rows are slow
 BUSY = 2.0  # median over fastest round of one row, beyond which other processes disturb
@@ -99,9 +98,8 @@ def round_costs(base: BaseModel, runner: Runner, pool: BlockPool, num_threads: i
         return took_ms
 
     slow = min(ms(1, 1, 64) for _ in range(PROBES)) > SLOW_MS
-    rows, repeats = (SLOW_ROWS, 1) if slow else (ROWS, QUICK_REPEATS)
-    passes = 1 if slow else PASSES
-    table = CostTable(measure_costs(ms, rows, num_passes=passes, quick_repeats=repeats))
+    rows, passes = (SLOW_ROWS, 1) if slow else (ROWS, PASSES)
+    table = CostTable(measure_costs(ms, rows, passes))
     logger.info("measured the times of rounds in %.1f s", time.perf_counter() - began)
     if np.median(single_ms) > BUSY * min(single_ms):
         logger.warning("other processes disturbed the measurement; the next start repeats it")

@@ -30,7 +30,7 @@ Measure = Callable[[int, int, int], float]
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PLAIN, VERIFY = 0, 1
 VERIFY_ROWS = 4  # rows for each sequence, where verifying is measured
-QUICK_ROWS, QUICK_REPEATS = 16, 4  # few rows are quick, and it is among them that points are near
+PASSES = 6  # the median counts: a slow moment of the machine is no cost of a round
 CONTEXT_ROWS = 16  # of the rounds that say what attention over the context adds
 SHORT, LONG = 64, 512  # contexts in tokens
 LEAST_SHARE = 0.2  # of a measured time that is not attention, whatever the noise says
@@ -59,18 +59,16 @@ class MeasuredCosts:
 def measure_costs(
     measure: Measure,
     rows: Sequence[int] = ROWS,
-    num_passes: int = 3,
-    quick_repeats: int = QUICK_REPEATS,
+    num_passes: int = PASSES,
 ) -> MeasuredCosts:
-    """The whole grid, `num_passes` times over, each point between two of one row; points of few
-    rows `quick_repeats` times.
+    """The whole grid, `num_passes` times over, each point between two of one row.
 
     A point's time is the median of its ratios to these, in which a slow minute cancels.
     """
     points = [(r, r, SHORT) for r in rows] + [(r, _sequences(r), SHORT) for r in rows]
     probe = min(rows[-1], CONTEXT_ROWS)
     points += [(probe, probe, LONG), (probe, _sequences(probe), LONG)]
-    typical = _typical(measure, points, (num_passes, quick_repeats))
+    typical = _typical(measure, points, num_passes)
     by_row, by_sequence = _slopes(typical, probe)
 
     def without_attention(row: int, sequences: int) -> float:
@@ -83,19 +81,15 @@ def measure_costs(
     return MeasuredCosts(tuple(rows), plain, verify, by_row, by_sequence)
 
 
-def _typical(
-    measure: Measure, points: Sequence[Point], times: tuple[int, int]
-) -> dict[Point, float]:
-    num_passes, quick_repeats = times
+def _typical(measure: Measure, points: Sequence[Point], num_passes: int) -> dict[Point, float]:
     reference = (1, 1, SHORT)
     references = [measure(*reference)]
     ratios: dict[Point, list[float]] = {point: [] for point in points}
     for _ in range(num_passes):
         for point in points:
-            for _ in range(quick_repeats if point[0] <= QUICK_ROWS else 1):
-                ms = measure(*point)
-                references.append(measure(*reference))
-                ratios[point].append(2 * ms / (references[-2] + references[-1]))
+            ms = measure(*point)
+            references.append(measure(*reference))
+            ratios[point].append(2 * ms / (references[-2] + references[-1]))
     return {p: float(np.median(values) * np.median(references)) for p, values in ratios.items()}
 
 
