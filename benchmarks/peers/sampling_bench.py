@@ -54,8 +54,8 @@ class Case:
 
 
 FULL = (
-    *(Case(64, 1), Case(64, 8), Case(64, 32), Case(64, 128), Case(512, 1), Case(512, 8)),
-    *(Case(512, 2, 16), Case(512, 32), Case(512, 128)),
+    *(Case(64, 1), Case(512, 1), Case(64, 8), Case(512, 8), Case(512, 2, 16), Case(64, 32)),
+    *(Case(512, 32), Case(64, 128), Case(512, 128)),
 )
 QUICK = tuple(Case(64, count, max_tokens=32, most_repeats=2) for count in (1, 8))
 
