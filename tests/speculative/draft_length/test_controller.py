@@ -181,6 +181,19 @@ def test_drafts_that_cost_nothing_are_used_soon_though_they_were_wrong_at_first(
     assert np.mean(num_rounds) < 30 and max(num_rounds) < 100, num_rounds
 
 
+def test_drafts_of_many_that_cost_a_fiftieth_of_a_round_are_used_soon_after_new_weights():
+    """Epochs of RL have some fifty rounds, and what they wrote is drafted well in the next one."""
+    num_used = []
+    for seed in range(12):
+        run = ran(started(few_cores, Drafter((0.3,), token_ms=0.01), seed), 32, 45)
+        run.drafter.rates = (0.97,)
+        run.controller.renew()
+        begin = len(run.outcome.drafted)
+        ran(run, 32, 45)
+        num_used.append(sum(n >= 32 for n in run.outcome.drafted[begin:]))
+    assert sum(num >= 20 for num in num_used) >= 10 and np.mean(num_used) >= 28, num_used
+
+
 def test_after_new_weights_it_is_tried_again_soon():
     drafter = Drafter((0.0,), step_ms=1.0)
     run = ran(started(memory_bound, drafter, seed=3), 8)

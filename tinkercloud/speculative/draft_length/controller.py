@@ -28,6 +28,9 @@ FIRST_COMPARISON = 4
 # Times as many where drafts cost nothing: only their rows may be dearer than they seem. Where they
 # are expected to gain little, a plain round costs little, and tells whether they gain at all.
 FREE_PATIENCE, FREE_GAIN = 4, 0.5
+# Share of a plain round below which the first draft's time ends the warm-up: what a step costs is
+# not known yet, so less than what is taken to cost nothing later.
+NEGLIGIBLE = 0.01
 AGED = 0.25  # what counts of acceptance weigh after a change of weights or draft
 
 
@@ -133,7 +136,7 @@ class DraftLengthController(DraftLength):
         """The drafter's times are not known yet, and the first of them was neither too slow nor
         negligible."""
         num_seen = self._estimates.drafting.num_rounds
-        if num_seen and self._planner.is_free:
+        if num_seen and self._planner.longest_share <= NEGLIGIBLE:
             return False
         too_slow = self._planner.drafting_ms(1, 1) > self._planner.plain_ms()
         is_new = num_seen < len(self._settings.warm_up)

@@ -40,7 +40,7 @@ class PlannerSettings:
     max_tokens: int = 8
     max_rows: int = 256
     urgency: float = 1.0
-    free: float = 0.01
+    free: float = 0.03
     worthwhile: float = 0.05
 
 
@@ -157,9 +157,13 @@ class Planner:
     @property
     def is_free(self) -> bool:
         """The longest drafts for all cost next to nothing: their confidence may decide."""
+        return self.longest_share <= self._settings.free
+
+    @property
+    def longest_share(self) -> float:
+        """Of a plain round: what the longest drafts for all are expected to cost."""
         lengths = self.longest()
-        most_ms = self._settings.free * self.plain_ms()
-        return self.drafting_ms(sum(lengths), max(lengths)) <= most_ms
+        return self.drafting_ms(sum(lengths), max(lengths)) / self.plain_ms()
 
     def probe_loss_ms(self, tokens: int, steps: int) -> float:
         """Of drafting and verifying so many, if none is accepted."""
