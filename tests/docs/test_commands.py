@@ -74,6 +74,10 @@ COVERED = {
         "tests/docs/test_commands.py::test_the_client_that_is_installed_is_the_one_of_the_tests",
         "it needs an index",
     ),
+    "vllm serve MODEL": Elsewhere(
+        "tests/e2e/test_proxy_on_vllm.py::test_answers_are_those_of_vllm_alone",
+        "vLLM is not among our packages; the test starts it with these flags",
+    ),
     "tinkercloud top": Elsewhere(
         "tests/commands/test_top.py::test_once_shows_what_ended_in_the_interval",
         "it needs a server, and ends by Ctrl-C",

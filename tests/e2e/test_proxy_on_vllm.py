@@ -17,7 +17,7 @@ import pytest
 from scipy import stats
 
 from benchmarks.lib.peers import PEERS, Unavailable
-from benchmarks.peers.sampling_servers import Vllm
+from benchmarks.peers.sampling_servers import CACHE_READ, Vllm
 from tests.proxy.tasks import TASKS, text_of
 from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.proxy.app import create_proxy_app
@@ -51,9 +51,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(folder: Path, scratch: Path) -> AsyncIterator[Pair]:
+async def pair(folder: Path, scratch: Path, *flags: str) -> AsyncIterator[Pair]:
     try:
-        server = await Vllm.start(PEERS, folder, "float32", scratch, EAGER, limit_s=START_S)
+        server = await Vllm.start(PEERS, folder, "float32", scratch, EAGER, *flags, limit_s=START_S)
     except Unavailable as reason:
         pytest.skip(f"vLLM: {reason}")
     url = f"http://127.0.0.1:{server.port}/v1"
@@ -75,20 +75,24 @@ async def pair(folder: Path, scratch: Path) -> AsyncIterator[Pair]:
         await server.close()
 
 
-async def test_answers_are_those_of_vllm_alone(smollm2_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "flags"), [("vllm", ()), ("vllm-cached", CACHE_READ)])
+async def test_answers_are_those_of_vllm_alone(
+    smollm2_folder: Path, tmp_path: Path, kind: str, flags: Sequence[str]
+) -> None:
     """Greedy ones character by character; others in distribution, and repeated by their seed."""
-    async with pair(smollm2_folder, tmp_path) as both:
+    async with pair(smollm2_folder, tmp_path, *flags) as both:
         for name, (path, body) in TASKS.items():
             await compare_greedy(both, name, path, body | GREEDY)
         seeded = {"prompt": REPEATED, "temperature": 1, "seed": 5, "max_tokens": 16}
         first, second = [await both.ask(both.through, "completions", seeded) for _ in range(2)]
         assert text_of(first) == text_of(second)
         status = (await both.through.get("http://proxy/status")).json()
+        assert status["speculation"]["verified_by"] == kind
         assert status["speculation"]["accepted"] > 0, status
         assert status["requests"]["passed_on"] == {}
         assert status["requests"]["failed"] == 0
         server = Upstream(UpstreamAddress.parse(str(both.alone.base_url)), both.alone, both.model)
-        assert await p_value(both, server) > LEVEL
+        assert await p_value(both, server, kind) > LEVEL
 
 
 # ---- greedy
@@ -153,7 +157,7 @@ async def own_deviation(both: Pair, scored: dict[str, Any]) -> float:
 # ---- at temperature 1
 
 
-async def p_value(both: Pair, server: Upstream) -> float:
+async def p_value(both: Pair, server: Upstream, kind: str) -> float:
     """That a token has one distribution where it is sampled alone and where a draft of the
     likeliest is verified. Rounds are made here: the proxy leaves them out where they cost more than
     they bring."""
@@ -164,7 +168,7 @@ async def p_value(both: Pair, server: Upstream) -> float:
     assert 0.05 < num / ALONE < 0.95  # else hardly anything is accepted, or rejected
     prompt = tuple(drawn["choices"][0]["prompt_token_ids"])
     request = RoundRequest(prompt, (likeliest,), SamplingOptions(temperature=1.0))
-    target = Target(server, SERVER_KINDS["vllm"], lambda token: True)
+    target = Target(server, SERVER_KINDS[kind], lambda token: True)
     room = asyncio.Semaphore(TOGETHER)
 
     async def verified(seed: int) -> int:

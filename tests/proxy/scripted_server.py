@@ -16,6 +16,7 @@ from tinkercloud.proxy.upstream import Upstream, UpstreamAddress
 Json = dict[str, Any]
 END = 2
 TOP = 2
+BLOCK = 4  # tokens of a cache's block
 
 
 @dataclass
@@ -93,14 +94,16 @@ def stream_draw(seed: int | None, bias: Json) -> Callable[[list[int], list[float
 @dataclass
 class ScriptedServer:
     """kind: one of SERVER_KINDS, or a server that is passed on to. drafts: llama-server drafts by
-    itself. failing: answered with 500, and `failure`. requests: those of samples, path and
-    body."""
+    itself. failing: answered with 500, and `failure`. chokes: scores beside cached tokens are.
+    blocks: what "vllm-cached" has computed. requests: those of samples, path and body."""
 
     kind: str
     model: ScriptedModel
     failing: bool = False
     failure: str = "it fails"
     drafts: bool = False
+    chokes: bool = False
+    blocks: set[tuple[int, ...]] = field(default_factory=set)
     requests: list[tuple[str, Json]] = field(default_factory=list)
     coins: random.Random = field(default_factory=lambda: random.Random(1))
 
@@ -129,6 +132,12 @@ class ScriptedServer:
         path, body = request.url.path, json.loads(request.content)
         self.requests.append((path, body))
         answer = {"/generate": self.generate, "/oai/api/v1/verify": self.verify}
+        if path == "/inference/v1/generate":
+            if self.kind != "vllm-cached":
+                return httpx.Response(403, json={"error": {"message": "restart with a flag"}})
+            answer[path] = self.generate_cached
+            if self.chokes and self.num_cached(body["token_ids"]):
+                return httpx.Response(400, json={"error": {"message": "not JSON compliant: nan"}})
         whole = answer.get(path, self.completion)(body)
         if body.get("stream") and (path == "/generate" or body.get("return_token_ids")):
             return httpx.Response(200, content=self.streamed(self.events(whole)))
@@ -165,7 +174,7 @@ class ScriptedServer:
         return [*events, {"choices": [], "usage": whole["usage"]}]
 
     def listed(self) -> Json:
-        owners = {"fake": "somebody"}
+        owners = {"fake": "somebody", "vllm-cached": "vllm"}
         owner = owners.get(self.kind, self.kind)
         model = {"id": "scripted", "object": "model", "owned_by": owner, "max_model_len": 500}
         return {"object": "list", "data": [model]}
@@ -187,6 +196,7 @@ class ScriptedServer:
     def completion(self, body: Json) -> Json:
         tokens = self.tokens_of(body["prompt"])
         sampled = self.drawn(tokens, body.get("max_tokens", 16), body, body.get("seed"))
+        self.computed([*tokens, *sampled[:-1]])
         choice: Json = {"index": 0, "text": "".join(f"{token} " for token in sampled)}
         choice["finish_reason"] = "stop" if END in sampled else "length"
         if body.get("return_token_ids"):
@@ -204,6 +214,30 @@ class ScriptedServer:
             shown = [tokens[i], *self.top(logprobs)]
             rows.append({str(t): {"logprob": max(logprobs[t], -1e30)} for t in shown})
         return rows
+
+    def num_cached(self, tokens: list[int]) -> int:
+        """Of the whole blocks before the last token."""
+        places = range(BLOCK, len(tokens), BLOCK)
+        return max((i for i in places if tuple(tokens[:i]) in self.blocks), default=0)
+
+    def computed(self, tokens: list[int]) -> None:
+        self.blocks |= {tuple(tokens[:i]) for i in range(BLOCK, len(tokens) + 1, BLOCK)}
+
+    def generate_cached(self, body: Json) -> Json:
+        """In the places of cached tokens is what would accept any draft."""
+        tokens, params = body["token_ids"], body["sampling_params"]
+        assert body["model"] == "scripted" and not params["skip_reading_prefix_cache"]
+        sampled = self.drawn(tokens, params["max_tokens"], params, params.get("seed"))
+        num = self.num_cached(tokens)
+        self.computed([*tokens, *sampled[:-1]])
+        left = [{str(token): {"logprob": 0.0}} for token in tokens[1 : num + 1]]
+        return {
+            "choices": [
+                {"token_ids": sampled, "finish_reason": "stop" if END in sampled else "length"}
+            ],
+            "usage": {"prompt_tokens_details": {"cached_tokens": num}},
+            "prompt_logprobs": [None, *left, *self.rows(tokens, num + 1)],
+        }
 
     @staticmethod
     def top(logprobs: list[float]) -> list[int]:

@@ -16,7 +16,7 @@ from tinkercloud.errors import ConfigError
 from tinkercloud.proxy.service import ProxyLimits
 
 
-@pytest.mark.parametrize("kind", ["tinkercloud", "vllm"])
+@pytest.mark.parametrize("kind", ["tinkercloud", "vllm", "vllm-cached"])
 @pytest.mark.parametrize("draft", ["vllm", "llamacpp"])
 async def test_completions_are_the_target_s_own(bench: Made, kind: str, draft: str) -> None:
     """A drafter that is asked by text changes nothing either."""
@@ -33,7 +33,9 @@ async def test_completions_are_the_target_s_own(bench: Made, kind: str, draft: s
     assert whole.choices[0].finish_reason == "length"
     assert status["requests"]["speculated"] == 2
     assert status["speculation"]["rounds"] > 0
+    assert made.said[0].endswith(f"({kind})")
     assert f"by {'tokens' if draft == 'vllm' else 'text'}" in made.said[1]
+    assert ("--enable-scale-out" in made.said[-1]) == (kind == "vllm")
 
 
 async def test_chats_are_rendered_by_the_target_s_template(bench: Made) -> None:

@@ -146,7 +146,7 @@ async def test_tokens_are_the_target_s_own_whatever_is_decided(
             assert await sampled(proxy, drawn) == alone
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "vllm-cached", "sglang"])
 async def test_drawn_tokens_have_the_target_s_distribution_whatever_is_decided(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +189,7 @@ def known_costs(token_s: float = 0.1, verify_s: float = 0.1, open_s: float = 0.0
 
 
 def controller(costs: RoundCosts, num_right: int = 0) -> DraftLengthController:
-    length = DraftLengthController(64, costs, lambda _, num_drafted: num_drafted + 1)
+    length = DraftLengthController(64, costs, lambda _, num: num + 1, lambda num: num)
     length.was_verified(num_right, num_right)
     return length
 
@@ -221,7 +221,7 @@ def test_a_draft_that_would_save_little_is_verified_again_after_a_long_time() ->
     costs = known_costs(verify_s=0.4)
     length = controller(costs, num_right=3)
     assert length.verified(100, 3, is_streaming=True) == 0
-    costs.was_streamed(1000, 100.0, None)
+    costs.was_streamed(1000, 100.0)
     assert length.verified(100, 3, is_streaming=True) == 3
     costs.was_verified(20, 0.4, closes_stream=False)
     assert length.verified(100, 3, is_streaming=True) == 0

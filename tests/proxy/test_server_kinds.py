@@ -19,8 +19,13 @@ def answered(kind: str, drafted: tuple[int, ...]) -> tuple[RoundRequest, dict[st
     """A round, and a server's answer to it."""
     request = RoundRequest((3, 1), drafted, SamplingOptions(temperature=0.0))
     server, form = ScriptedServer(kind, ScriptedModel()), SERVER_KINDS[kind].verify
-    reply = {"/generate": server.generate, "verify": server.verify}
-    return request, reply.get(form.path, server.completion)(form.request(request))
+    reply = {
+        "/generate": server.generate,
+        "/inference/v1/generate": server.generate_cached,
+        "verify": server.verify,
+    }
+    body = form.request(request) | {"model": "scripted"}
+    return request, reply.get(form.path, server.completion)(body)
 
 
 def damage(answer: Any, coins: random.Random) -> None:

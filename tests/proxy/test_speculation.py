@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.proxy.scripted_server import END, ScriptedModel, ScriptedServer, keyed_draw
+from tests.proxy.scripted_server import BLOCK, END, ScriptedModel, ScriptedServer, keyed_draw
 from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.errors import UpstreamRefused
 from tinkercloud.proxy.drafters import DraftPool, TokenDrafter
@@ -68,7 +68,7 @@ async def test_a_sample_ends_where_the_target_ends_it(kind: str, end_at: int) ->
         assert tokens.count(END) == 1
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "vllm-cached", "sglang"])
 async def test_at_a_tie_the_target_samples_itself(kind: str) -> None:
     model = ScriptedModel(tied=frozenset(range(4, 30)))
     target, draft = ScriptedServer(kind, model), ScriptedServer("vllm", model)
@@ -86,6 +86,21 @@ async def test_seeded_samples_are_the_seeded_samples_of_our_server(temperature: 
         alone = model.sample(PROMPT, NUM_TOKENS, keyed_draw(seed, temperature))
         assert await sampled(proxy, SamplingOptions(temperature=temperature, seed=seed)) == alone
     assert proxy.counts.accepted > proxy.counts.drafted / 2
+
+
+@pytest.mark.parametrize("chokes", [False, True])
+async def test_what_a_cache_has_of_a_draft_is_scored_all_the_same(chokes: bool) -> None:
+    """The same sample a second time: the whole answer is in the cache, without scores."""
+    model = ScriptedModel()
+    target = ScriptedServer("vllm-cached", model, chokes=chokes)
+    proxy = speculator(target, ScriptedServer("vllm", model))
+    for _ in range(2):
+        target.requests.clear()
+        assert await sampled(proxy) == model.alone(PROMPT, NUM_TOKENS)
+    whole = [body for _, body in target.requests if "prompt_logprobs" in body]
+    assert bool(whole) == chokes
+    assert proxy.target.block == (0 if chokes else BLOCK)
+    assert len(target.requests) < NUM_TOKENS / (1 if chokes else 2)
 
 
 async def test_a_draft_that_fails_leaves_the_target_s_tokens() -> None:
@@ -136,7 +151,7 @@ async def deviation(kind: str) -> float:
     return chi_square(observed, expected)
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", "vllm-cached", "sglang"])
 async def test_drawn_tokens_have_the_target_s_distribution(kind: str) -> None:
     assert abs(await deviation(kind)) < 4
 

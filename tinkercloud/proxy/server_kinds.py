@@ -4,10 +4,15 @@ A drafter samples; a target samples and verifies. One request verifies a round: 
 an endpoint for it, of vLLM and SGLang prompt and draft are sent as a prompt whose log-probabilities
 are asked for, and one token is sampled after it. vLLM and SGLang take defaults of sampling from the
 model's generation_config.json, so every one that matters is sent.
+
+vLLM computes such a prompt from its beginning, unless it is told that its cache may be read, which
+its OpenAI API does not know and its /inference/v1/generate does. What the answer then says of
+tokens that were read from the cache is what happened to be in the memory: how many they are is in
+its usage, and nothing of them is read here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinkercloud.chat.requests import SamplingOptions
@@ -22,6 +27,7 @@ from tinkercloud.proxy.answers import (
     token_id,
     token_ids,
 )
+from tinkercloud.proxy.upstream import SGLANG_PATH
 from tinkercloud.proxy.verification import RoundRequest, Sampled, ScoredToken, Scores, Verified
 
 TOP = 2
@@ -41,9 +47,13 @@ class SampleForm:
 
 @dataclass(frozen=True, slots=True)
 class ScoreForm:
+    """otherwise: what is asked where this one has too few scores, as its answers leave out what the
+    server has in its cache, or fails over what is in their place. None: it has all of them."""
+
     path: str
     request: Callable[[RoundRequest], dict[str, Any]]
     read: Callable[[RoundRequest, Json], Scores]
+    otherwise: "ScoreForm | None" = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +135,40 @@ def _vllm_scores(request: RoundRequest, answer: Json) -> Scores:
     rows = json_list(_choice(answer), "prompt_logprobs")
     if len(rows) != len(request.tokens):
         raise UpstreamAnswerInvalid(f"{len(rows)} prompt_logprobs for {len(request.tokens)} tokens")
-    drafted_rows = rows[len(request.prompt) :]
-    scored = [
-        _vllm_row(token, row) for token, row in zip(request.drafted, drafted_rows, strict=True)
-    ]
-    return Scores(tuple(scored), _chosen_tokens(request, answer))
+    return _vllm_last(request, rows, 0, answer)
+
+
+def _vllm_last(request: RoundRequest, rows: list[Any], num_missing: int, answer: Json) -> Scores:
+    """Of the drafted tokens but the first num_missing, which the last rows are about."""
+    drafted = request.drafted[num_missing:]
+    scored = map(_vllm_row, drafted, rows[len(rows) - len(drafted) :])
+    return Scores(tuple(scored), _chosen_tokens(request, answer), num_missing)
+
+
+def _vllm_cached_score(request: RoundRequest) -> dict[str, Any]:
+    sampling_params = {
+        "max_tokens": request.num_tokens,
+        "prompt_logprobs": TOP,
+        "skip_reading_prefix_cache": False,
+        # It would look up what is no token.
+        "detokenize": False,
+        **_vllm_sampling(request.sampling),
+    }
+    return {"token_ids": request.tokens, "sampling_params": sampling_params}
+
+
+def _vllm_cached_scores(request: RoundRequest, answer: Json) -> Scores:
+    usage = json_object(answer.get("usage"), "usage")
+    details = json_object(usage.get("prompt_tokens_details"), "prompt_tokens_details")
+    num_cached, num_tokens = details.get("cached_tokens"), len(request.tokens)
+    if not isinstance(num_cached, int) or not 0 <= num_cached < num_tokens:
+        raise UpstreamAnswerInvalid(f"{str(num_cached)[:50]} cached tokens of {num_tokens}")
+    # The first computed token says what comes after it, not how likely it was itself.
+    num_missing = min(max(0, num_cached + 1 - len(request.prompt)), len(request.drafted))
+    rows, num_scored = json_list(answer, "prompt_logprobs"), len(request.drafted) - num_missing
+    if len(rows) < num_scored:
+        raise UpstreamAnswerInvalid(f"{len(rows)} prompt_logprobs for {num_scored} tokens")
+    return replace(_vllm_last(request, rows, num_missing, answer), num_cached=num_cached)
 
 
 def _vllm_row(drafted: int, row: object) -> ScoredToken:
@@ -259,6 +298,12 @@ def _own_verified(request: RoundRequest, answer: Json) -> Verified:
     return Verified(tokens, num_accepted, answer.get("finish_reason") == "stop")
 
 
+_VLLM_SAMPLE = SampleForm("completions", _vllm_sample, _chosen_tokens, _chosen_event)
+_VLLM_SCORE = ScoreForm("completions", _vllm_score, _vllm_scores)
+VLLM_CACHED_SCORE = ScoreForm(
+    "/inference/v1/generate", _vllm_cached_score, _vllm_cached_scores, _VLLM_SCORE
+)
+
 SERVER_KINDS: Mapping[str, ServerKind] = {
     "tinkercloud": ServerKind(
         "tinkercloud",
@@ -266,15 +311,16 @@ SERVER_KINDS: Mapping[str, ServerKind] = {
         VerifyForm("verify", _own_verify, _own_verified),
         is_seeded=True,
     ),
-    "vllm": ServerKind(
-        "vllm",
-        SampleForm("completions", _vllm_sample, _chosen_tokens, _chosen_event),
-        ScoreForm("completions", _vllm_score, _vllm_scores),
-        computes_prompt=True,
+    "vllm": ServerKind("vllm", _VLLM_SAMPLE, _VLLM_SCORE, computes_prompt=True),
+    # Started with --enable-scale-out and --enable-prompt-tokens-details.
+    "vllm-cached": ServerKind(
+        "vllm-cached",
+        _VLLM_SAMPLE,
+        VLLM_CACHED_SCORE,
     ),
     "sglang": ServerKind(
         "sglang",
-        SampleForm("/generate", _sglang_sample, _sglang_tokens, _sglang_event),
-        ScoreForm("/generate", _sglang_score, _sglang_scores),
+        SampleForm(SGLANG_PATH, _sglang_sample, _sglang_tokens, _sglang_event),
+        ScoreForm(SGLANG_PATH, _sglang_score, _sglang_scores),
     ),
 }

@@ -13,8 +13,9 @@ from tinkercloud.proxy.round_costs import RoundCosts, StreamTimer
 from tinkercloud.proxy.target import MAX_SEED, Target
 from tinkercloud.proxy.verification import RoundRequest, Sampled
 
-MEASURED = ((32, 1), (160, 32))
-"""Tokens of prompts and of drafts that are measured at the start."""
+MEASURED = ((56, 1), (168, 32))
+"""Tokens of prompts and of drafts that are measured at the start: no whole blocks of a cache, as
+hardly any prompt has, and such that its blocks follow from what is found there of both."""
 MEASURED_TOKENS = 8
 
 Clock = Callable[[], float]
@@ -41,7 +42,8 @@ class SpeculationCounts:
 @dataclass(slots=True, eq=False)
 class _Sample:
     """tokens: the prompt's, and those that were sampled since. left: that may still be sampled.
-    draft: what of it is to be verified next, and whether the target's stream is closed for it."""
+    draft: what of it is to be verified next, and whether the target's stream is closed for it.
+    has_streamed: whether it was opened before."""
 
     tokens: tuple[int, ...]
     left: int
@@ -53,6 +55,7 @@ class _Sample:
     draft: tuple[int, ...] = ()
     closes_stream: bool = False
     has_ended: bool = False
+    has_streamed: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -83,22 +86,41 @@ class Speculator:
 
     def _rows(self, num_prompt: int, num_drafted: int) -> int:
         """Tokens that a verification computes."""
-        return num_drafted + 1 + (num_prompt if self.target.kind.computes_prompt else 0)
+        if self.target.kind.computes_prompt:
+            return num_prompt + num_drafted + 1
+        block = self.target.block
+        return (num_prompt % block if block else 0) + num_drafted + 1
+
+    def _opened_rows(self, num_prompt: int) -> int:
+        """Tokens that opening a stream computes, of a prompt behind a verification: those behind
+        its last whole block. Any of them, where that is not known."""
+        return num_prompt % self.target.block if self.target.block else num_prompt
 
     async def measure(self, prompt: tuple[int, ...]) -> None:
-        """What the target's requests take, so that no sample has to find out. prompt: of any
-        content. Raises as `pieces`."""
-        coins = random.Random(0)
+        """What the target's requests take, so that no sample has to find out, of a prompt that it
+        has in its cache, as between the rounds of a sample. prompt: of any content. Raises as
+        `pieces`."""
+        coins, requests = random.Random(0), list[RoundRequest]()
         for num_prompt, num_drafted in MEASURED:
-            tokens = (prompt * (num_prompt // len(prompt) + 1))[:num_prompt]
-            request = RoundRequest(tokens, (), GREEDY, MEASURED_TOKENS)
-            timer, drafted = StreamTimer(self.costs, self._clock, num_prompt), tokens[:num_drafted]
-            async with aclosing(self.target.stream(request, coins)) as pieces:
+            tokens = (prompt * (num_prompt // len(prompt) + 2))[: num_prompt + num_drafted]
+            requests.append(RoundRequest(tokens[:num_prompt], tokens[num_prompt:], GREEDY))
+            await self.target.sample(replace(requests[-1], drafted=()), coins)
+            await self.target.verify(requests[-1], coins)
+        for request in requests:
+            num_prompt = len(request.prompt)
+            num_drafted = self.target.room(num_prompt, len(request.drafted))
+            timer = self._timer(num_prompt, is_reopened=True)
+            streamed = replace(request, drafted=(), num_tokens=MEASURED_TOKENS)
+            async with aclosing(self.target.stream(streamed, coins)) as pieces:
                 async for piece in pieces:
                     timer.add(len(piece.tokens))
             began, computed = self._clock(), self._rows(num_prompt, num_drafted)
-            await self.target.verify(RoundRequest(tokens, drafted, GREEDY), coins)
+            await self.target.verify(replace(request, drafted=request.drafted[:num_drafted]), coins)
             self.costs.was_verified(computed, self._clock() - began, closes_stream=False)
+
+    def _timer(self, num_prompt: int, *, is_reopened: bool) -> StreamTimer:
+        rows = self._opened_rows(num_prompt)
+        return StreamTimer(self.costs, self._clock, rows, is_reopened=is_reopened)
 
     async def pieces(self, task: SampleTask) -> AsyncGenerator[Sampled]:
         """The sample's tokens as they are verified or streamed. Closing it ends what is asked of
@@ -123,7 +145,9 @@ class Speculator:
             sampling = replace(sampling, seed=coins.randrange(MAX_SEED))
         # Noise that is not keyed by the place tells a drafter nothing.
         draft_sampling = sampling if kind.is_seeded else GREEDY
-        length = DraftLengthController(self._most_drafted, self.costs, self._rows)
+        length = DraftLengthController(
+            self._most_drafted, self.costs, self._rows, self._opened_rows
+        )
         return _Sample(
             task.prompt, task.max_tokens, sampling, draft_sampling, coins, length, sessions
         )
@@ -141,7 +165,8 @@ class Speculator:
         draft = self._usable(await sample.sessions.draft(request))
         self.costs.drafted.add(num, self._clock() - began)
         sample.length.was_drafted(draft)
-        num = sample.length.verified(num_tokens, len(draft), is_streaming=is_streaming)
+        room = self.target.room(num_tokens, len(draft))
+        num = sample.length.verified(num_tokens, room, is_streaming=is_streaming)
         sample.draft = draft[:num]
 
     def _usable(self, draft: tuple[int, ...]) -> tuple[int, ...]:
@@ -155,7 +180,12 @@ class Speculator:
         began, rows = self._clock(), self._rows(len(sample.tokens), num_drafted)
         verified = await self.target.verify(request, sample.coins)
         duration_s = self._clock() - began
-        self.costs.was_verified(rows, duration_s, closes_stream=sample.closes_stream)
+        self.costs.was_verified(
+            rows,
+            duration_s,
+            closes_stream=sample.closes_stream,
+            num_requests=verified.num_requests,
+        )
         sample.length.was_verified(num_drafted, verified.num_accepted)
         counts.rounds += 1
         counts.drafted += num_drafted
@@ -172,7 +202,8 @@ class Speculator:
         that was seen of the stream, so that where it is left does not depend on what is thrown
         away, and a sample drawn by chance keeps its distribution."""
         request = RoundRequest(sample.tokens, (), sample.sampling, sample.left)
-        timer = StreamTimer(self.costs, self._clock, len(sample.tokens))
+        timer = self._timer(len(sample.tokens), is_reopened=sample.has_streamed)
+        sample.has_streamed = True
         async with aclosing(self.target.stream(request, sample.coins)) as pieces:
             async for piece in pieces:
                 timer.add(len(piece.tokens))

@@ -1,18 +1,20 @@
 """The target: the server whose samples the proxy's are."""
 
+import math
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
 from tinkercloud.chat.requests import SamplingOptions
-from tinkercloud.errors import UpstreamAnswerInvalid
+from tinkercloud.errors import UpstreamAnswerInvalid, UpstreamRefused
 from tinkercloud.proxy.answers import event_json
-from tinkercloud.proxy.server_kinds import ServerKind, VerifyForm
+from tinkercloud.proxy.server_kinds import ScoreForm, ServerKind, VerifyForm
 from tinkercloud.proxy.upstream import Upstream
 from tinkercloud.proxy.verification import (
     RoundRequest,
     Sampled,
+    Scores,
     Verified,
     verify_by_chance,
     verify_greedily,
@@ -20,15 +22,19 @@ from tinkercloud.proxy.verification import (
 
 MAX_REDRAWS = 1000
 MAX_SEED = 2**31
+TRIES = 2
+"""Of a verification by the cache, before the whole prompt is computed for it."""
 
 
 class Target:
-    """is_text: of a token, whether it has text and cannot end a sample."""
+    """is_text: of a token, whether it has text and cannot end a sample. block: tokens by which its
+    cache keeps prompts, as far as it has told; 0: it has not."""
 
     def __init__(self, upstream: Upstream, kind: ServerKind, is_text: Callable[[int], bool]):
         self.upstream = upstream
         self.kind = kind
         self.is_text = is_text
+        self.block = 0
 
     def takes(self, sampling: SamplingOptions) -> bool:
         """Whether samples with these options can be verified. What other servers than ours report
@@ -82,11 +88,54 @@ class Target:
         form, sampling = self.kind.verify, request.sampling
         if isinstance(form, VerifyForm):
             return form.read(request, await self.upstream.post(form.path, form.request(request)))
-        request = replace(request, sampling=self._seeded(sampling, coins))
-        scores = form.read(request, await self.upstream.post(form.path, form.request(request)))
+        request, scores, num_requests = await self._scored(
+            form, replace(request, sampling=self._seeded(sampling, coins))
+        )
+        num, own = scores.num_missing, Sampled((), has_ended=False)
+        if num:
+            num_requests += 1
+            own = await self.sample(replace(request, drafted=(), num_tokens=num), coins)
+            if own.has_ended or own.tokens != request.drafted[:num]:
+                return Verified(own.tokens, 0, own.has_ended, num_requests=num_requests)
         if sampling.temperature == 0:
-            return verify_greedily(request.drafted, scores, self.is_text)
-        return verify_by_chance(request.drafted, scores, coins)
+            verified = verify_greedily(request.drafted[num:], scores, self.is_text)
+        else:
+            verified = verify_by_chance(request.drafted[num:], scores, coins)
+        tokens = (*own.tokens, *verified.tokens)
+        return replace(
+            verified,
+            tokens=tokens,
+            num_accepted=num + verified.num_accepted,
+            num_requests=num_requests,
+        )
+
+    async def _scored(
+        self, form: ScoreForm, request: RoundRequest
+    ) -> tuple[RoundRequest, Scores, int]:
+        """One score missing at most, of the draft or of its beginning; and how many requests it
+        took."""
+        tries = TRIES if form.otherwise else 0
+        for number in range(1, tries + 1):
+            try:
+                scores = await self.scores(form, request)
+            except UpstreamRefused:
+                continue
+            if scores.num_missing <= 1:
+                return request, scores, number
+            room = self.room(len(request.prompt), len(request.drafted))
+            request = replace(request, drafted=request.drafted[:room])
+        return request, await self.scores(form.otherwise or form, request), tries + 1
+
+    async def scores(self, form: ScoreForm, request: RoundRequest) -> Scores:
+        """Of one request. Raises as `stream`."""
+        scores = form.read(request, await self.upstream.post(form.path, form.request(request)))
+        self.block = math.gcd(self.block, scores.num_cached)
+        return scores
+
+    def room(self, num_prompt: int, num_drafted: int) -> int:
+        """How many drafted tokens can be verified at once: up to the end of the block that the
+        cache keeps next, which it may have, after a sample like this one, without its scores."""
+        return min(num_drafted, self.block - num_prompt % self.block) if self.block else num_drafted
 
     async def _redrawn(
         self, request: RoundRequest, verified: Verified, coins: random.Random

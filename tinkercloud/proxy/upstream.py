@@ -23,6 +23,7 @@ from tinkercloud.proxy.answers import Json, json_object
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_EVENT_BYTES = 1024 * 1024
+SGLANG_PATH = "/generate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +117,15 @@ class Upstream:
         return answer
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Requests of OpenAI's API get the model's name. Cancelling the call closes the connection,
-        by which the server ends its work.
+        """Requests get the model's name, but SGLang's, which serves one. Cancelling the call closes
+        the connection, by which the server ends its work.
 
         Raises UpstreamUnreachable, UpstreamRefused, UpstreamAnswerInvalid."""
         answer = await self._exchange("POST", path, self._named(path, body))
         return json_object(answer, "the answer")
 
     def _named(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        return body if path.startswith("/") else {**body, "model": self.model}
+        return body if path == SGLANG_PATH else {**body, "model": self.model}
 
     async def _exchange(self, method: str, path: str, body: Mapping[str, Any] | None) -> object:
         async with self._opened(method, path, body) as response:

@@ -51,21 +51,26 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """drafted (K,). after: what the target sampled behind the whole draft."""
+    """drafted (K - num_missing,), of all drafted tokens but the first. after: what the target
+    sampled behind the whole draft. num_cached: tokens that it did not compute for it."""
 
     drafted: tuple[ScoredToken, ...]
     after: Sampled
+    num_missing: int = 0
+    num_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
     """tokens: the accepted ones, and mostly one of the target's own. Without that one, the target
-    must be asked to sample: until it is another one than `rejected`, where that is given."""
+    must be asked to sample: until it is another one than `rejected`, where that is given.
+    num_requests: made for it."""
 
     tokens: tuple[int, ...]
     num_accepted: int
     has_ended: bool = False
     rejected: int | None = None
+    num_requests: int = 1
 
 
 def verify_greedily(
