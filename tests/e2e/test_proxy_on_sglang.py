@@ -22,15 +22,13 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.lib.processes import ServerProcess, free_port
 from tests.cluster.cpu.engines import ROOT, sglang_command, sglang_environment
+from tests.proxy.bench import alone_and_through
 from tests.proxy.tasks import TASKS, text_of
 from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.chat.text_model import Conversation, TextModel
 from tinkercloud.cluster.base_models import CPU_OPTIONS
 from tinkercloud.core.types import ServedModel
-from tinkercloud.proxy.app import create_proxy_app
-from tinkercloud.proxy.opening import ProxyOptions, opened
 from tinkercloud.proxy.server_kinds import SERVER_KINDS
-from tinkercloud.proxy.suffix_source import SuffixSource
 from tinkercloud.proxy.target import Target
 from tinkercloud.proxy.upstream import Upstream, UpstreamAddress
 from tinkercloud.proxy.verification import RoundRequest
@@ -91,22 +89,11 @@ async def pair(folder: Path, scratch: Path) -> AsyncIterator[Pair]:
         sglang_environment(),
     )
     url = f"http://127.0.0.1:{port}/v1"
-    options = ProxyOptions(
-        UpstreamAddress(url), local=(SuffixSource(),), tokenizer=folder,
-        most_drafted=16, allow_private=True,
-    )  # fmt: skip
-    # Its clock stands still: costs are not known, and every draft is verified.
-    app = create_proxy_app(lambda: opened(options, print, clock=lambda: 0.0))
-    inside = httpx.ASGITransport(app)
     text = TextModel.of(ServedModel("smollm2", "", 0, 0, 0, folder, (), "float32"))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     try:
         server.await_ready(f"http://127.0.0.1:{port}/health", START_S)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as alone,
-            httpx.AsyncClient(transport=inside, base_url="http://proxy/v1") as through,
-        ):
+        async with alone_and_through(url, folder, most_drafted=16) as (alone, through):
             yield Pair(alone, through, text, reference)
     finally:
         server.stop()

@@ -18,12 +18,10 @@ from scipy import stats
 
 from benchmarks.lib.peers import PEERS, Unavailable
 from benchmarks.peers.sampling_servers import CACHE_READ, Vllm
+from tests.proxy.bench import alone_and_through
 from tests.proxy.tasks import TASKS, text_of
 from tinkercloud.chat.requests import SamplingOptions
-from tinkercloud.proxy.app import create_proxy_app
-from tinkercloud.proxy.opening import ProxyOptions, opened
 from tinkercloud.proxy.server_kinds import SERVER_KINDS
-from tinkercloud.proxy.suffix_source import SuffixSource
 from tinkercloud.proxy.target import Target
 from tinkercloud.proxy.upstream import Upstream, UpstreamAddress
 from tinkercloud.proxy.verification import RoundRequest
@@ -57,19 +55,8 @@ async def pair(folder: Path, scratch: Path, *flags: str) -> AsyncIterator[Pair]:
     except Unavailable as reason:
         pytest.skip(f"vLLM: {reason}")
     url = f"http://127.0.0.1:{server.port}/v1"
-    options = ProxyOptions(
-        UpstreamAddress(url), local=(SuffixSource(),), tokenizer=folder,
-        most_drafted=32, allow_private=True,
-    )  # fmt: skip
-    # Its clock stands still: costs are not known, and every draft is verified.
-    app = create_proxy_app(lambda: opened(options, print, clock=lambda: 0.0))
-    inside = httpx.ASGITransport(app)
     try:
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as alone,
-            httpx.AsyncClient(transport=inside, base_url="http://proxy/v1") as through,
-        ):
+        async with alone_and_through(url, folder, most_drafted=32) as (alone, through):
             yield Pair(alone, through, str(folder))
     finally:
         await server.close()

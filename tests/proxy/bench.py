@@ -14,6 +14,8 @@ from tests.proxy.scripted_server import ScriptedServer
 from tinkercloud.chat.text_model import TextModel
 from tinkercloud.proxy.app import create_proxy_app
 from tinkercloud.proxy.opening import ProxyOptions, opened
+from tinkercloud.proxy.suffix_source import SuffixSource
+from tinkercloud.proxy.upstream import UpstreamAddress
 
 QUESTION = [{"role": "user", "content": "Hello"}]
 GREEDY = {"model": "scripted", "temperature": 0, "max_tokens": 24}
@@ -77,6 +79,27 @@ class Bench:
     def alone(self, prompt: str, num: int) -> str:
         tokens = self.target.tokens_of(prompt)
         return self.target.text_of(self.target.model.alone(tokens, num))
+
+
+@asynccontextmanager
+async def alone_and_through(
+    url: str, folder: Path, most_drafted: int
+) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+    """Clients of a real server at a base URL, and of a proxy before it with drafts of the text.
+    folder: with its tokenizer."""
+    options = ProxyOptions(
+        UpstreamAddress(url), local=(SuffixSource(),), tokenizer=folder,
+        most_drafted=most_drafted, allow_private=True,
+    )  # fmt: skip
+    # Its clock stands still: costs are not known, and every draft is verified.
+    app = create_proxy_app(lambda: opened(options, print, clock=lambda: 0.0))
+    inside = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(base_url=url, timeout=300.0, trust_env=False) as alone,
+        httpx.AsyncClient(transport=inside, base_url="http://proxy/v1") as through,
+    ):
+        yield alone, through
 
 
 def client(http: httpx.AsyncClient, key: str = "none") -> openai.AsyncOpenAI:

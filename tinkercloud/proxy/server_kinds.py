@@ -12,7 +12,7 @@ its usage, and nothing of them is read here.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud.chat.requests import SamplingOptions
@@ -135,14 +135,21 @@ def _vllm_scores(request: RoundRequest, answer: Json) -> Scores:
     rows = json_list(_choice(answer), "prompt_logprobs")
     if len(rows) != len(request.tokens):
         raise UpstreamAnswerInvalid(f"{len(rows)} prompt_logprobs for {len(request.tokens)} tokens")
-    return _vllm_last(request, rows, 0, answer)
+    return _vllm_last(request, rows, answer)
 
 
-def _vllm_last(request: RoundRequest, rows: list[Any], num_missing: int, answer: Json) -> Scores:
+def _vllm_last(
+    request: RoundRequest,
+    rows: list[Any],
+    answer: Json,
+    num_missing: int = 0,
+    num_cached: int = 0,
+) -> Scores:
     """Of the drafted tokens but the first num_missing, which the last rows are about."""
     drafted = request.drafted[num_missing:]
-    scored = map(_vllm_row, drafted, rows[len(rows) - len(drafted) :])
-    return Scores(tuple(scored), _chosen_tokens(request, answer), num_missing)
+    drafted_rows = rows[len(rows) - len(drafted) :]
+    scored = [_vllm_row(token, row) for token, row in zip(drafted, drafted_rows, strict=True)]
+    return Scores(tuple(scored), _chosen_tokens(request, answer), num_missing, num_cached)
 
 
 def _vllm_cached_score(request: RoundRequest) -> dict[str, Any]:
@@ -168,7 +175,7 @@ def _vllm_cached_scores(request: RoundRequest, answer: Json) -> Scores:
     rows, num_scored = json_list(answer, "prompt_logprobs"), len(request.drafted) - num_missing
     if len(rows) < num_scored:
         raise UpstreamAnswerInvalid(f"{len(rows)} prompt_logprobs for {num_scored} tokens")
-    return replace(_vllm_last(request, rows, num_missing, answer), num_cached=num_cached)
+    return _vllm_last(request, rows, answer, num_missing, num_cached)
 
 
 def _vllm_row(drafted: int, row: object) -> ScoredToken:
