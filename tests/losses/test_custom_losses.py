@@ -4,7 +4,6 @@ import gc
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,13 +14,14 @@ import tinker.lib.public_interfaces.custom_loss as sdk
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from tinkercloud.errors import InvalidRequest, UserError
 from tinkercloud.losses.custom.evaluation import loss_and_gradient
 from tinkercloud.losses.custom.functions import TORCH_FUNCTIONS
 from tinkercloud.losses.custom.graph import MAX_NODES, parse
 from tinkercloud.losses.custom.names import FUNCTIONS, METHODS
-from tinkercloud.losses.custom.operations import FUNCTION_TABLE, METHOD_TABLE
+from tinkercloud.losses.custom.operations import CREATING, FUNCTION_TABLE, METHOD_TABLE
 
 ADVANTAGES = np.array([1.0, -0.5, 0.0, 2.0], np.float32)
 OLD = np.array([-1.0, -2.0, -0.3, -0.7], np.float32)
@@ -297,10 +297,37 @@ def test_a_bomb_is_refused_by_its_node_and_takes_neither_memory_nor_time(
 ) -> None:
     column = method("unsqueeze", X, 1, name="column")
     torch.linspace(0, 1, 4, device="meta")  # imports what shape rules need (sympy): seconds, once
-    known, began = set(sys.modules), time.thread_time()  # clients of earlier tests have threads
+    began = time.thread_time()  # clients of earlier tests have threads
     with pytest.raises(UserError, match=r"'r'|torch\.norm"):
         loss_and_gradient(graph(column, call), LOGPROBS, {}, with_gradient=True)
-    assert time.thread_time() - began < 5, set(sys.modules) - known
+    assert time.thread_time() - began < 5
+
+
+def test_tensors_made_of_numbers_are_bounded_where_torch_does_not_know_their_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As in a process whose first `with torch.device(...)` was transformers' loading of a model.
+    assert {f"torch.{f.__name__}" for f in _device_constructors()} & set(FUNCTION_TABLE) <= CREATING
+    monkeypatch.setattr("torch.utils._device._device_constructors", set)
+    for call in (
+        function("torch.arange", 2**25),
+        function("torch.eye", 2**13),
+        function("torch.full", {"tuple": [2**25]}, 1.0),
+        function("torch.linspace", 0, 1, 2**25),
+        function("torch.ones", 2**25),
+        function("torch.zeros", 2**25, device={"device": "cuda:0"}),
+    ):
+        made: list[torch.Tensor] = []
+        plain = FUNCTION_TABLE[call["target"]]
+
+        def kept(*args: Any, plain: Any = plain, made: Any = made, **kwargs: Any) -> torch.Tensor:
+            made.append(plain(*args, **kwargs))
+            return made[-1]
+
+        monkeypatch.setitem(FUNCTION_TABLE, call["target"], kept)
+        with pytest.raises(UserError, match=r"'r'.*elements"):
+            loss_and_gradient(graph(call), LOGPROBS, {}, with_gradient=True)
+        assert [tensor.device.type for tensor in made] == ["meta"]
 
 
 def test_many_middling_tensors_are_refused_together() -> None:

@@ -18,6 +18,7 @@ from tinkercloud.errors import UserError
 from tinkercloud.losses.custom.graph import CustomLoss, Node, Reference, Slice, TorchConstant, parse
 from tinkercloud.losses.custom.operations import (
     CONSTANTS,
+    CREATING,
     FUNCTION_TABLE,
     MAX_DIMENSIONS,
     METHOD_TABLE,
@@ -125,9 +126,11 @@ class _Run:
                 raise TypeError("a method is called on a tensor only")
             self._check_parts(node)
             if not _sized_by_values(node, self._value):
-                meta = _arguments(node, lambda argument: _meta(self._value(argument)))
-                with torch.no_grad(), torch.device("meta"):
-                    self._count(node, operation(*meta[0], **meta[1]))
+                meta, options = _arguments(node, lambda argument: _meta(self._value(argument)))
+                if node.op == "call_function" and node.target in CREATING:
+                    options["device"] = torch.device("meta")
+                with torch.no_grad():
+                    self._count(node, operation(*meta, **options))
             args, kwargs = _arguments(node, self._value)
             value = operation(*args, **kwargs)
             if _sized_by_values(node, self._value):

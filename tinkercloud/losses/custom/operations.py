@@ -180,6 +180,11 @@ FUNCTION_TABLE: dict[str, Operation] = {
     **{f"math.{name}": operation for name, operation in _MATH.items()},
     "getattr": _attribute,
 }
+# Tensors made of numbers alone. They are told their device: `with torch.device(...)` misses what
+# was replaced when it was first used, as torch.linspace is while transformers loads a model.
+CREATING = frozenset(
+    f"torch.{name}" for name in ("arange", "eye", "full", "linspace", "ones", "zeros")
+)
 METHOD_TABLE: dict[str, Operation] = {
     **{name: getattr(Tensor, name) for name in SHARED_METHODS},  # our names, once, at import
     **_TENSOR_METHODS,
