@@ -13,10 +13,10 @@ from tests.proxy.scripted_server import BLOCK, END, ScriptedModel, ScriptedServe
 from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.errors import UpstreamRefused
 from tinkercloud.proxy.drafters import DraftPool, TokenDrafter
-from tinkercloud.proxy.server_kinds import SERVER_KINDS
+from tinkercloud.proxy.server_kinds import SERVER_KINDS, ScoreForm
 from tinkercloud.proxy.speculation import SampleTask, Speculator
 from tinkercloud.proxy.target import Target
-from tinkercloud.proxy.verification import Verified, verify_by_chance
+from tinkercloud.proxy.verification import RoundRequest, Scores, Verified, verify_by_chance
 
 GREEDY = SamplingOptions(temperature=0.0)
 PROMPT, NUM_TOKENS = (3, 1), 60
@@ -101,6 +101,33 @@ async def test_what_a_cache_has_of_a_draft_is_scored_all_the_same(chokes: bool) 
     assert bool(whole) == chokes
     assert proxy.target.block == (0 if chokes else BLOCK)
     assert len(target.requests) < NUM_TOKENS / (1 if chokes else 2)
+
+
+async def test_what_a_verification_computes_is_known_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind any number of tokens: no block is cached that the last one would end."""
+    model, computed, told = ScriptedModel(), list[int](), list[int]()
+    target = ScriptedServer("vllm-cached", model)
+    draft = ScriptedServer("vllm", ScriptedModel(leader=model, agreement=0.7))
+    proxy = speculator(target, draft)
+    scores, was_verified = proxy.target.scores, proxy.costs.was_verified
+
+    async def scored(form: ScoreForm, request: RoundRequest) -> Scores:
+        result = await scores(form, request)
+        computed.append(len(request.tokens) - result.num_cached)
+        return result
+
+    def verified(rows: int, seconds: float, *, closes_stream: bool, num_requests: int) -> None:
+        told.append(rows)
+        was_verified(rows, seconds, closes_stream=closes_stream, num_requests=num_requests)
+
+    await proxy.measure((3, 5, 1, 4))
+    assert proxy.target.block == BLOCK
+    monkeypatch.setattr(proxy.target, "scores", scored)
+    monkeypatch.setattr(type(proxy.costs), "was_verified", staticmethod(verified))
+    await sampled(proxy, num=10 * NUM_TOKENS)
+    assert len(told) > 50 and told == computed
 
 
 async def test_a_draft_that_fails_leaves_the_target_s_tokens() -> None:

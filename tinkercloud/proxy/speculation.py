@@ -87,14 +87,16 @@ class Speculator:
     def _rows(self, num_prompt: int, num_drafted: int) -> int:
         """Tokens that a verification computes."""
         if self.target.kind.computes_prompt:
-            return num_prompt + num_drafted + 1
+            return num_prompt + num_drafted
         block = self.target.block
-        return (num_prompt % block if block else 0) + num_drafted + 1
+        return self._opened_rows(num_prompt) + num_drafted if block else num_drafted + 1
 
     def _opened_rows(self, num_prompt: int) -> int:
         """Tokens that opening a stream computes, of a prompt behind a verification: those behind
         its last whole block. Any of them, where that is not known."""
-        return num_prompt % self.target.block if self.target.block else num_prompt
+        block = self.target.block
+        # The last token was sampled, but is not computed: no block that it would end is cached.
+        return (num_prompt - 1) % block + 1 if block else num_prompt
 
     async def measure(self, prompt: tuple[int, ...]) -> None:
         """What the target's requests take, so that no sample has to find out, of a prompt that it
