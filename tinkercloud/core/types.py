@@ -280,15 +280,6 @@ class SampledSequence:
     stop_reason: StopReason
     topk: Topk | None = None
 
-    def num_equal(self, drafted: Sequence[int]) -> int:
-        """How many of the drafted tokens it begins with."""
-        num = 0
-        for token, sampled in zip(drafted, self.tokens.tolist(), strict=False):
-            if token != sampled:
-                break
-            num += 1
-        return num
-
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:

@@ -1,5 +1,6 @@
 """A sample's text in another tokenizer's tokens, encoded further as the sample grows."""
 
+from tinkercloud.core.beginnings import num_equal
 from tinkercloud.weights.token_bytes import TokenBytes, whole_characters
 
 LOOK_BACK = 4  # tokens before the end that more text may join
@@ -28,7 +29,7 @@ class IncrementalRetokenizer:
         window = self._tokenizer.joined(before) + text[:whole]
         encode = self._tokenizer.encode if place else self._tokenizer.encode_beginning
         self.tokens[place:] = encode(window) if whole else before
-        return place + _num_equal(before, self.tokens[place:])
+        return place + num_equal(before, self.tokens[place:])
 
     def _place(self) -> int:
         """Where to begin to encode again: at the start of a word, since tokenizers cut each word
@@ -46,10 +47,3 @@ class IncrementalRetokenizer:
 
     def _begins_a_character(self, place: int) -> bool:
         return not _CONTINUES <= self._tokenizer.of(self.tokens[place])[:1] < _BEGINS
-
-
-def _num_equal(first: list[int], second: list[int]) -> int:
-    count = 0
-    while count < min(len(first), len(second)) and first[count] == second[count]:
-        count += 1
-    return count

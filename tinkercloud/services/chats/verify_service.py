@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tinkercloud.chat.requests import DraftedPrompt, Usage, Verification
+from tinkercloud.core.beginnings import num_equal
 from tinkercloud.errors import InvalidField
 from tinkercloud.services.chats.chat_service import sample_body
 from tinkercloud.services.chats.model_names import ModelNames
@@ -34,7 +35,7 @@ class VerifyService:
         with self._slots.held(user):
             drawn = await self._sampling.draw(sampler, drafted_request)
         sequence = drawn.output.sequences[0]
-        num_accepted = sequence.num_equal(request.drafted)
+        num_accepted = num_equal(request.drafted, sequence.tokens.tolist())
         # A backend may sample on where the draft was wrong.
         tokens = tuple(sequence.tokens[: num_accepted + 1].tolist())
         is_whole = len(tokens) == len(sequence.tokens)

@@ -9,6 +9,7 @@ import numpy as np
 
 from tinker_gmi.types import SampleRequest
 from tinkercloud.backends.base import Backend
+from tinkercloud.core.beginnings import num_equal
 from tinkercloud.core.types import FromBase, FromCheckpoint
 from tinkercloud.errors import UserError
 from tinkercloud.services.common.catalog import Catalog
@@ -79,7 +80,7 @@ class Verifier:
             return Checked(True, same_class, f"{num_tokens} tokens and their log-probabilities")
         num_equal, largest = 0, 0.0
         for ours, expected in zip(mine, theirs, strict=False):
-            common = _common(ours["tokens"], expected["tokens"])
+            common = num_equal(ours["tokens"], expected["tokens"])
             num_equal += common
             there = np.array(ours["logprobs"][:common]) - np.array(expected["logprobs"][:common])
             largest = max(largest, float(np.abs(there).max(initial=0.0)))
@@ -130,12 +131,6 @@ def _checked_weights(
             f"{needed['sha256']}"
         )
     return weights
-
-
-def _common(first: list[int], second: list[int]) -> int:
-    """Tokens before the first that differs."""
-    pairs = zip(first, second, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 def _operation(model_id: str, described_operation: dict[str, Any]) -> RanOperation:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tinkercloud.core.beginnings import num_equal
 from tinkercloud.core.types import SampledSequence, SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.errors import TinkercloudError
 from tinkercloud.speculative.remote import target_pb2 as pb
@@ -252,7 +253,7 @@ class TargetWorker(StreamWorker[ClientConnection]):
         session.round = None
         tokens = sequence.tokens.tolist()
         session.tokens.extend(tokens)
-        accepted = max(sequence.num_equal(path) for path in current.paths)
+        accepted = max(num_equal(path, tokens) for path in current.paths)
         self.counts["accepted"] += accepted
         verdict = pb.Verdict(
             id=session.id,
