@@ -3,8 +3,10 @@
 Axes: N tokens of a datum, K alternative targets, P prompt tokens, S sampled tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any, Literal
 
@@ -279,6 +281,11 @@ class SampledSequence:
     logprobs: NDArray[np.float32]
     stop_reason: StopReason
     topk: Topk | None = None
+
+
+def num_equal(first: Iterable[object], second: Iterable[object]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return sum(1 for _ in takewhile(bool, map(eq, first, second)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A sample's text in another tokenizer's tokens, encoded further as the sample grows."""
 
-from tinkercloud.core.beginnings import num_equal
+from tinkercloud.core.types import num_equal
 from tinkercloud.weights.token_bytes import TokenBytes, whole_characters
 
 LOOK_BACK = 4  # tokens before the end that more text may join

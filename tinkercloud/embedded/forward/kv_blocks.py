@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
-from tinkercloud.core.beginnings import num_equal
+from tinkercloud.core.types import num_equal
 from tinkercloud.embedded.native.packed import num_key_errors
 
 BLOCK_TOKENS = 16

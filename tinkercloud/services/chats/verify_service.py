@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tinkercloud.chat.requests import DraftedPrompt, Usage, Verification
-from tinkercloud.core.beginnings import num_equal
+from tinkercloud.core.types import num_equal
 from tinkercloud.errors import InvalidField
 from tinkercloud.services.chats.chat_service import sample_body
 from tinkercloud.services.chats.model_names import ModelNames

@@ -9,8 +9,7 @@ import numpy as np
 
 from tinker_gmi.types import SampleRequest
 from tinkercloud.backends.base import Backend
-from tinkercloud.core.beginnings import num_equal
-from tinkercloud.core.types import FromBase, FromCheckpoint
+from tinkercloud.core.types import FromBase, FromCheckpoint, num_equal
 from tinkercloud.errors import UserError
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD
@@ -78,13 +77,13 @@ class Verifier:
         num_tokens = sum(len(sequence["tokens"]) for sequence in theirs)
         if mine == theirs:
             return Checked(True, same_class, f"{num_tokens} tokens and their log-probabilities")
-        num_equal, largest = 0, 0.0
+        num_same, largest = 0, 0.0
         for ours, expected in zip(mine, theirs, strict=False):
             common = num_equal(ours["tokens"], expected["tokens"])
-            num_equal += common
+            num_same += common
             there = np.array(ours["logprobs"][:common]) - np.array(expected["logprobs"][:common])
             largest = max(largest, float(np.abs(there).max(initial=0.0)))
-        what = f"{num_equal} of {num_tokens} tokens are the same"
+        what = f"{num_same} of {num_tokens} tokens are the same"
         return Checked(False, same_class, what, largest)
 
     async def _check_step(

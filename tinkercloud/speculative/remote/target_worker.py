@@ -15,8 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tinkercloud.core.beginnings import num_equal
-from tinkercloud.core.types import SampledSequence, SampleOutput, SampleRequest, SamplingParams
+from tinkercloud.core.types import (
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+    num_equal,
+)
 from tinkercloud.errors import TinkercloudError
 from tinkercloud.speculative.remote import target_pb2 as pb
 from tinkercloud.speculative.remote.messages import BadMessage, check_tokens, params_of

@@ -1,8 +1,10 @@
 """What sequences begin with alike."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from tinkercloud.core.beginnings import num_equal
+from tinkercloud.core.types import num_equal
 
 
 @pytest.mark.parametrize(
@@ -17,6 +19,6 @@ from tinkercloud.core.beginnings import num_equal
     ],
 )
 def test_what_is_alike_is_counted_up_to_the_first_that_differs(
-    first: list[int], second: list[int], num: int
+    first: Sequence[int], second: Sequence[int], num: int
 ) -> None:
     assert num_equal(first, second) == num_equal(second, first) == num
