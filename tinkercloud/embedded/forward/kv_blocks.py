@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tinkercloud.architectures.config import ArchitectureConfig
-from tinkercloud.core.types import num_equal
 from tinkercloud.embedded.native.packed import num_key_errors
 
 BLOCK_TOKENS = 16
@@ -205,11 +204,13 @@ class BlockPool:
         beginning = self._beginnings.get(before)
         if beginning is None:
             return None
-        num_begun = num_equal(beginning.tokens, tokens)
-        if not num_begun:
+        pairs = enumerate(zip(beginning.tokens, tokens, strict=False))
+        shorter = min(len(beginning.tokens), len(tokens))
+        num_equal = next((i for i, (own, other) in pairs if own != other), shorter)
+        if not num_equal:
             return None
         self.acquire([beginning.block])
-        return beginning.block, num_begun
+        return beginning.block, num_equal
 
     def forget(self, version_id: str) -> None:
         """No block of a version is found any more."""
