@@ -50,7 +50,7 @@ def test_a_pool_says_what_drafts(smollm2_gguf: Path, tmp_path: Path) -> None:
     try:
         assert "drafts: up to 8 tokens a pass, from each sample's own text" in started(pool)
         arguments = server_arguments(pool)
-        assert arguments[arguments.index("--spec-type") + 1] == "ngram-simple"
+        assert arguments[arguments.index("--spec-type") + 1] == "ngram-simple,ngram-map-k"
         assert "drafts: up to 8 " in pool.command("status").stdout
         refused = pool.command("swap", "b")
         assert refused.returncode == 1 and "no GGUF file at" in refused.stdout
