@@ -105,7 +105,8 @@ $(LLAMACPP)/installed:
 	@touch $@
 
 llamacpp: ## llama.cpp with RPC, unless it is on PATH or cannot be built
-	@command -v llama-server ggml-rpc-server >/dev/null || $(MAKE) $(LLAMACPP)/installed \
+	@{ command -v llama-server && command -v ggml-rpc-server; } >/dev/null \
+		|| $(MAKE) $(LLAMACPP)/installed \
 		|| echo "llama.cpp could not be built: its tests of pools are skipped" >&2
 
 test-all: install lint $(SGLANG)/installed $(COOKBOOK)/installed $(SDKS) llamacpp ## lint and every test

@@ -31,6 +31,7 @@ RULES = {
     "page_files": "errors",
     "http_connections": "",
     "flushing": "",
+    "fingerprints": "",
     "logs": "",
     "core.types": "",
     "wire": "core.types",
@@ -56,8 +57,8 @@ RULES = {
     "captures": "chat errors storage",
     "services.common": "config core core.types errors tinker_gmi wire",
     "services.accounts": "core.types errors services.common storage tinker_gmi",
-    "services.checkpoints": "backends.base core.types errors flushing services.accounts "
-    "services.common storage tinker_gmi",
+    "services.checkpoints": "backends.base core.types errors fingerprints flushing "
+    "services.accounts services.common storage tinker_gmi",
     "services.recovery": "backends.base core core.types errors flushing losses "
     "services.checkpoints services.common storage tinker_gmi wire",
     "services.models": "backends.base core core.types errors losses services.accounts "
@@ -67,8 +68,8 @@ RULES = {
     "services.chats": "backends.base chat core.types errors services.accounts "
     "services.checkpoints services.common services.models services.results storage tinker_gmi",
     "services.captures": "captures chat config errors services.chats storage tinker_gmi.bodies",
-    "services.runs": "backends.base core core.types errors services.checkpoints services.common "
-    "services.recovery storage tinker_gmi wire",
+    "services.runs": "backends.base core core.types errors fingerprints services.checkpoints "
+    "services.common services.recovery storage tinker_gmi wire",
     "services.observability": "backends.base core errors logs storage",
     "services": "backends.base config core errors services.accounts services.captures "
     "services.chats services.checkpoints services.common services.models services.observability "

@@ -16,6 +16,7 @@ from tests.architectures.loaded_model import load_model
 from tests.architectures.networks import our_logits
 from tests.open_webui import replay
 from tests.pool.pools import Pool, end, write_pool
+from tests.proxy.tasks import TASKS, text_of
 from tests.serving import ROOT, Server
 from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.chat.text_model import TextModel
@@ -55,10 +56,12 @@ def pool(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     alone = split | {"name": "alone", "tensor_split": [1, 0, 0]}
     free = {key: value for key, value in split.items() if key != "tensor_split"} | {"name": "free"}
     drafted = split | {"name": "drafted", "output": "coordinator", "draft": "suffix"}
+    # As its own draft: nearly always right, so that drafts are really taken.
+    by_model = drafted | {"name": "by-model", "draft": str(smollm2_gguf), "drafted_tokens": 4}
     lent = {"gpus": [{"device": "CPU", "memory": "500MiB"}], "rpc_server": rpc, "threads": 1}
     pool = write_pool(
         tmp_path_factory.mktemp("pool"),
-        [split, alone, free, drafted],
+        [split, alone, free, drafted, by_model],
         [lent | {"name": "a"}, lent | {"name": "b"}],
         llama_server=server,
         memory="500MiB",
@@ -147,7 +150,9 @@ async def test_the_proxy_answers_as_the_pool_does(pool: Pool) -> None:
     assert texts[0] == texts[1] and all(texts[0])
     assert chats[0] == chats[1] != ""
     assert said == [
-        f"every request is passed on to {pool.state.url}: its API gives no scores of drafted tokens"
+        f"every request is passed on to {pool.state.url}: its API gives no scores of drafted "
+        "tokens; llama-server drafts by itself where it is started so: in a pool's file by "
+        "`draft: suffix`"
     ]
 
 
@@ -230,10 +235,13 @@ def test_a_served_pool_s_model_chats_and_is_not_trained(pool: Pool, tmp_path: Pa
         server.stop()
 
 
-async def test_drafts_and_logits_on_the_coordinator_change_no_text(pool: Pool) -> None:
-    """The proxy before it says who drafts."""
+@pytest.mark.parametrize("name", ["drafted", "by-model"])
+async def test_drafts_and_logits_on_the_coordinator_change_no_text(pool: Pool, name: str) -> None:
+    """The proxy before it says who drafts. Tasks have the answers of the pool alone."""
     before, held = greedy(pool), resident_bytes(pool.worker_pid("b", "rpc"))
-    assert pool.command("swap", "drafted").returncode == 0
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http:
+        alone = await _answers(http, pool.state.url, "split")
+    assert pool.command("swap", name).returncode == 0
     try:
         assert pool.state.plan[-1].split()[:2] == ["coordinator/CPU", "logits"]
         assert greedy(pool) == before
@@ -244,11 +252,30 @@ async def test_drafts_and_logits_on_the_coordinator_change_no_text(pool: Pool) -
             timings = (await http.post(f"{root}/completion", json=body)).json()["timings"]
         assert timings["draft_n_accepted"] > 0
         said = list[str]()
-        address = UpstreamAddress.parse(f"{pool.state.url}#drafted")
-        async with opened(ProxyOptions(address, allow_private=True), said.append):
-            assert "llama-server drafts by itself" in said[0]
+        options = ProxyOptions(
+            UpstreamAddress.parse(f"{pool.state.url}#{name}"), allow_private=True
+        )
+        app = create_proxy_app(lambda: opened(options, said.append))
+        transport = httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://proxy") as inside,
+        ):
+            assert await _answers(inside, "/v1", name) == alone
+        assert "llama-server drafts by itself" in said[0]
     finally:
         assert pool.command("swap", "split").returncode == 0
+
+
+async def _answers(http: httpx.AsyncClient, base: str, model: str) -> dict[str, str]:
+    """To all tasks, greedy."""
+    fields = {"model": model, "max_tokens": 32, "temperature": 0, "cache_prompt": False}
+    answers = {}
+    for task, (path, body) in TASKS.items():
+        answer = await http.post(f"{base}/{path}", json=body | fields)
+        answers[task] = text_of(answer.raise_for_status().json())
+    assert all(answers.values())
+    return answers
 
 
 def _ours(

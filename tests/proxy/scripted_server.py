@@ -125,7 +125,7 @@ class ScriptedServer:
     def answer(self, request: httpx.Request) -> httpx.Response:
         if self.failing:
             return httpx.Response(500, json={"error": {"message": self.failure}})
-        if request.url.path == "/slots":
+        if request.url.path == "/slots" and self.kind == "llamacpp":
             return httpx.Response(200, json=[{"id": 0, "speculative": self.drafts}])
         if request.method == "GET":
             return httpx.Response(200, json=self.listed())

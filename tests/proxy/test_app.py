@@ -124,6 +124,16 @@ async def test_a_llama_server_that_drafts_by_itself_is_said_to(bench: Made) -> N
     assert made.said[0].endswith("drafts by itself, and verifies each draft in one pass")
 
 
+async def test_a_llama_server_that_could_draft_is_said_to(bench: Made) -> None:
+    made = bench("llamacpp")
+    async with made.proxy() as http:
+        await client(http).chat.completions.create(messages=QUESTION, **GREEDY)
+    assert made.said[0].endswith(
+        "gives no scores of drafted tokens; llama-server drafts by itself where it is started so: "
+        "in a pool's file by `draft: suffix`"
+    )
+
+
 async def test_another_vocabulary_is_found_at_the_start(bench: Made, tmp_path: Path) -> None:
     made = bench()
     other = write_model_folder(tmp_path / "other", size=300)

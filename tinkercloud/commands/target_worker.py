@@ -11,6 +11,7 @@ from tinkercloud import logs
 from tinkercloud.commands.listening import Listening, add_listening_options
 from tinkercloud.commands.options import Arguments, add_settings, config_of, say
 from tinkercloud.errors import ConfigError, ContextLengthExceeded
+from tinkercloud.fingerprints import tensors_sha256
 
 if TYPE_CHECKING:
     from tinkercloud.config import Config
@@ -105,7 +106,8 @@ def _described(config: "Config", base: "BaseModel", path: Path) -> "TargetModel"
     from tinkercloud.speculative.remote.target_messages import TargetModel, tokenizer_files
     from tinkercloud.weights.tokenizer import ensure_tokenizer_folder, vocabulary_digest
 
-    digest = sha256(f"{base.name} {base.config}".encode()).digest()
+    # Of the weights too: a session goes on at a worker that came back, by them alone.
+    digest = sha256(f"{base.name} {base.config} {tensors_sha256(path)}".encode()).digest()
     folder = ensure_tokenizer_folder(path, config.data_dir / "cache")
     if base.decoder is None or folder is None:
         return TargetModel(base.name, digest, base.config.vocab_size)

@@ -51,13 +51,14 @@ async def listed(upstream: Upstream) -> Listed:
     )
 
 
-async def drafts_itself(upstream: Upstream) -> bool:
-    """Whether it is a llama-server that drafts, and verifies its drafts."""
+async def drafts_itself(upstream: Upstream) -> bool | None:
+    """Whether a llama-server drafts, and verifies its drafts; None: it is no llama-server."""
     try:
         slots = await upstream.get_list("/slots")
     except TinkercloudError:
-        return False
-    return any(isinstance(slot, Mapping) and slot.get("speculative") is True for slot in slots)
+        return None
+    said = [slot.get("speculative") for slot in slots if isinstance(slot, Mapping)]
+    return True in said if said else None
 
 
 async def has_vocabulary(upstream: Upstream, kind: ServerKind, codec: TextCodec) -> bool:

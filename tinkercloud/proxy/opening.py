@@ -34,6 +34,9 @@ READS_AGAIN = (
     "it reads the whole prompt again for each draft; vLLM that is started with --enable-scale-out "
     "--enable-prompt-tokens-details, on a CPU with --block-size 32 too, reads the last block"
 )
+COULD_DRAFT = (
+    "llama-server drafts by itself where it is started so: in a pool's file by `draft: suffix`"
+)
 
 Say = Callable[[str], None]
 Transport = Callable[[], httpx.AsyncBaseTransport]
@@ -115,9 +118,11 @@ async def _speculation(
 ) -> tuple[Speculation | None, str]:
     """None with the reason. Raises ConfigError."""
     if target.kind is None:
-        if await drafts_itself(upstream):
+        itself = await drafts_itself(upstream)
+        if itself:
             return None, "llama-server drafts by itself, and verifies each draft in one pass"
-        return None, "its API gives no scores of drafted tokens"
+        hint = "" if itself is None else f"; {COULD_DRAFT}"
+        return None, f"its API gives no scores of drafted tokens{hint}"
     if options.tokenizer is None:
         return None, "--tokenizer names no folder with its tokenizer"
     if not drafts and not options.local:

@@ -61,8 +61,8 @@ def changed(params: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 def test_workers_draft_with_what_was_learned(base: BaseModel, tmp_path: Path) -> None:
     drafters = worker_drafters(base)
     worker = DraftWorker(drafters, learn=drafters.learned)
-    remote = RemoteDrafter([LocalLink(worker, target=TARGET)], wait_s=10.0)
-    other = RemoteDrafter([LocalLink(worker, "other", target=TARGET)], wait_s=10.0)
+    remote = RemoteDrafter([LocalLink(worker, target=TARGET)], 10.0, TARGET.vocab_size)
+    other = RemoteDrafter([LocalLink(worker, "other", target=TARGET)], 10.0, TARGET.vocab_size)
     settings = DrafterSettings("remote:", None, 1, tmp_path, tmp_path)
     folder = model_drafts_of(tmp_path, "tiny", Path("draft"))
     pushed = PushedDraft(version(base), remote)
@@ -84,7 +84,7 @@ def test_workers_draft_with_what_was_learned(base: BaseModel, tmp_path: Path) ->
 def test_the_workers_model_is_opened_at_the_server_too(
     base: BaseModel, folder: Path, tmp_path: Path
 ) -> None:
-    pushed = pushed_draft(RemoteDrafter([], 0.1), folder, base, tmp_path)
+    pushed = pushed_draft(RemoteDrafter([], 0.1, TARGET.vocab_size), folder, base, tmp_path)
     assert pushed.version.adapter is None
     assert pushed.version.base.config == base.config
     settings = DrafterSettings(

@@ -68,6 +68,15 @@ def test_rates_equal_counting_where_there_is_much():
     assert acceptance.survivals([(0.99,)])[0, 0] == pytest.approx(counted, abs=0.005)
 
 
+def test_what_fails_in_the_first_place_says_little_of_those_behind_it():
+    """Half of the drafts fail at once, the others never; two tokens of each are verified."""
+    confidences = [(0.9,) * K]
+    rounds = [a_round(confidences, [accepted], verified=[2]) for accepted in (0, 2) * 100]
+    survivals = learned(rounds).survivals(confidences)[0]
+    assert survivals[0] == pytest.approx(0.5, abs=0.05)
+    assert survivals[3] > 0.8 * survivals[1]  # what was seen of all places together is 0.67
+
+
 def test_with_little_data_the_overall_rate_is_told():
     acceptance = learned([*drafts({0.99: 0.9}, 500), a_round([(0.5,)], [0])], memory=1e9)
     never_seen = acceptance.survivals([(0.7,)])[0, 0]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.speculative.remote.test_remote_drafter import begun, tokens_of
 from tests.speculative.remote.test_worker import Counting, begin, delta, say, tell, welcome
-from tests.speculative.remote.workers import LocalLink
+from tests.speculative.remote.workers import TARGET, LocalLink
 from tinkercloud.errors import ConfigError
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.remote import draft_pb2 as pb
@@ -55,7 +55,7 @@ def weights(content: bytes = CONTENT) -> LearnedWeights:
 
 def test_drafts_follow_what_was_pushed_and_samples_go_on() -> None:
     learning = Learning()
-    remote = RemoteDrafter([LocalLink(learning.worker)], wait_s=5.0)
+    remote = RemoteDrafter([LocalLink(learning.worker)], 5.0, TARGET.vocab_size)
     one = begun(remote, [1, 2])
     assert tokens_of(remote, one) == (3, 4, 5)
     remote.push(weights())
@@ -76,7 +76,7 @@ def test_drafts_follow_what_was_pushed_and_samples_go_on() -> None:
 def test_a_worker_that_comes_back_gets_the_newest() -> None:
     learning = Learning()
     link = LocalLink(learning.worker)
-    remote = RemoteDrafter([link], wait_s=5.0)
+    remote = RemoteDrafter([link], 5.0, TARGET.vocab_size)
     link.disconnect()
     remote.push(weights(b"old"))
     remote.push(weights())
@@ -88,7 +88,8 @@ def test_a_worker_that_comes_back_gets_the_newest() -> None:
 def test_other_engines_keep_their_own() -> None:
     learning = Learning()
     first, second = (
-        RemoteDrafter([LocalLink(learning.worker, name)], wait_s=5.0) for name in ("a", "b")
+        RemoteDrafter([LocalLink(learning.worker, name)], 5.0, TARGET.vocab_size)
+        for name in ("a", "b")
     )
     first.push(weights())
     assert tokens_of(first, begun(first, [1])) == (len(CONTENT),) * 3
@@ -137,6 +138,6 @@ def test_what_is_not_what_it_says_ends_the_connection(
 
 def test_a_drafter_without_weights_goes_on_as_it_is() -> None:
     worker = DraftWorker(lambda _: Counting())
-    remote = RemoteDrafter([LocalLink(worker)], wait_s=5.0)
+    remote = RemoteDrafter([LocalLink(worker)], 5.0, TARGET.vocab_size)
     remote.push(weights())
     assert tokens_of(remote, begun(remote, [1])) == (2, 3, 4)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from tests.speculative.remote.test_worker import Counting
-from tests.speculative.remote.workers import LocalLink, worker_of
+from tests.speculative.remote.workers import TARGET, LocalLink, worker_of
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.remote import draft_pb2 as pb
@@ -69,7 +69,7 @@ def tokens_of(drafter: Drafter, one: Stream, most: int = 3) -> tuple[int, ...]:
 
 
 def test_a_worker_s_draft_is_the_drafter_s_own() -> None:
-    remote = RemoteDrafter([LocalLink(worker_of(Counting))], WAIT_S)
+    remote = RemoteDrafter([LocalLink(worker_of(Counting))], WAIT_S, TARGET.vocab_size)
     ones = [begun(remote, [1, 2], 0), begun(remote, [7], 1)]
     drafts = remote.propose([(ones[0], 3), (ones[1], 2)])
     expected = Counting().propose([(ones[0], 3), (ones[1], 2)])
@@ -81,7 +81,7 @@ def test_a_worker_s_draft_is_the_drafter_s_own() -> None:
 
 def test_an_outcome_that_was_prepared_for_needs_no_answer() -> None:
     link = LocalLink(worker_of(Counting))
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     one = begun(remote, [1, 2])
     assert tokens_of(remote, one) == (3, 4, 5)
     link.send = lambda message: True  # from now on the worker hears nothing
@@ -92,7 +92,7 @@ def test_an_outcome_that_was_prepared_for_needs_no_answer() -> None:
 
 def test_a_rejection_that_was_prepared_for_needs_no_answer() -> None:
     link = LocalLink(worker_of(Counting))
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     one = begun(remote, [1, 2])
     assert tokens_of(remote, one) == (3, 4, 5)
     link.send = lambda message: True
@@ -102,7 +102,7 @@ def test_a_rejection_that_was_prepared_for_needs_no_answer() -> None:
 
 def test_a_late_answer_serves_where_it_still_fits() -> None:
     link = SilentLink()
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     one = begun(remote, [1])
     assert tokens_of(remote, one) == ()
     one.tokens.extend([5, 6])
@@ -115,7 +115,7 @@ def test_a_late_answer_serves_where_it_still_fits() -> None:
 
 def test_a_worker_that_does_not_answer_is_waited_for_a_few_times_only() -> None:
     link = SilentLink()
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     one = begun(remote, [1])
     times = []
     for _ in range(MAX_LATE + 3):
@@ -133,7 +133,7 @@ def test_a_worker_that_does_not_answer_is_waited_for_a_few_times_only() -> None:
 
 def test_one_in_time_is_waited_for_again() -> None:
     link = SilentLink()
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     one = begun(remote, [1])
     for _ in range(MAX_LATE + 2):
         tokens_of(remote, one)
@@ -150,7 +150,7 @@ def test_one_in_time_is_waited_for_again() -> None:
 
 def test_the_first_valid_draft_of_several_workers_wins() -> None:
     silent, quick = SilentLink("silent"), LocalLink(worker_of(Counting), "quick")
-    remote = RemoteDrafter([silent, quick], wait_s=30.0)
+    remote = RemoteDrafter([silent, quick], 30.0, TARGET.vocab_size)
     one = begun(remote, [1, 2])
     start = time.monotonic()
     assert tokens_of(remote, one) == (3, 4, 5)
@@ -160,7 +160,7 @@ def test_the_first_valid_draft_of_several_workers_wins() -> None:
 
 
 def test_an_answer_without_drafts_is_not_waited_beyond() -> None:
-    remote = RemoteDrafter([LocalLink(worker_of(Drafter))], wait_s=30.0)
+    remote = RemoteDrafter([LocalLink(worker_of(Drafter))], 30.0, TARGET.vocab_size)
     start = time.monotonic()
     assert tokens_of(remote, begun(remote, [1])) == ()
     assert time.monotonic() - start < 5.0
@@ -168,7 +168,7 @@ def test_an_answer_without_drafts_is_not_waited_beyond() -> None:
 
 def test_a_connection_that_comes_back_knows_all_samples_again() -> None:
     link = LocalLink(worker_of(Counting))
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     one = begun(remote, [1, 2])
     tokens_of(remote, one)
     link.disconnect()
@@ -180,7 +180,7 @@ def test_a_connection_that_comes_back_knows_all_samples_again() -> None:
 
 def test_a_flood_ends_the_connection_and_memory_is_bounded() -> None:
     link = SilentLink()
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     begun(remote, [1])
     for i in range(MAX_UNASKED + 1):
         link.say(1, [i])
@@ -190,9 +190,21 @@ def test_a_flood_ends_the_connection_and_memory_is_bounded() -> None:
     assert remote.counts["invalid"] > 0
 
 
+def test_tokens_that_the_target_has_not_are_no_draft() -> None:
+    """Whoever verifies: a target worker would refuse its client for them."""
+    link = SilentLink()
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
+    one = begun(remote, [1])
+    link.say(1, [2, TARGET.vocab_size])
+    assert tokens_of(remote, one) == ()
+    assert remote.counts["invalid"] == 1
+    link.say(1, [2, TARGET.vocab_size - 1])
+    assert tokens_of(remote, one) == (2, TARGET.vocab_size - 1)
+
+
 def test_a_worker_that_does_not_read_is_dropped() -> None:
     link = SilentLink()
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     link.reads = False
     one = begun(remote, [1])
     assert tokens_of(remote, one) == ()
@@ -204,7 +216,7 @@ def test_a_worker_that_does_not_read_is_dropped() -> None:
 
 def test_what_is_sent_of_a_sample_that_ended_is_forgotten() -> None:
     worker = worker_of(Counting)
-    remote = RemoteDrafter([LocalLink(worker)], WAIT_S)
+    remote = RemoteDrafter([LocalLink(worker)], WAIT_S, TARGET.vocab_size)
     one, other = begun(remote, [1, 2]), begun(remote, [3], 1)
     remote.propose([(one, 3), (other, 3)])
     remote.end(one)
@@ -214,7 +226,7 @@ def test_what_is_sent_of_a_sample_that_ended_is_forgotten() -> None:
 
 def test_drafts_of_other_drafts_are_no_longer_than_asked() -> None:
     link = SilentLink()
-    remote = RemoteDrafter([link], WAIT_S)
+    remote = RemoteDrafter([link], WAIT_S, TARGET.vocab_size)
     one = begun(remote, [1])
     link.say(1, [2, 3, 4, 5])
     (draft,) = remote.propose([(one, 2)])

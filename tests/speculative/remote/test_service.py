@@ -58,7 +58,7 @@ def connect() -> Iterator[Callable[..., RemoteDrafter]]:
     def connect(*ports: int, security: ClientSecurity | None = None) -> RemoteDrafter:
         security = security or ClientSecurity()
         links = [GrpcLink(Address("127.0.0.1", port), security, TARGET) for port in ports]
-        remotes.append(RemoteDrafter(links, wait_s=LIMIT_S))
+        remotes.append(RemoteDrafter(links, LIMIT_S, TARGET.vocab_size))
         return remotes[-1]
 
     yield connect

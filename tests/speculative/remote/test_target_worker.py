@@ -1,5 +1,7 @@
 """A target worker: what clients send it, what it refuses, what it keeps."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -111,6 +113,23 @@ def test_idle_sessions_are_forgotten() -> None:
     worker.step()
     assert worker.stats()["sessions"] == 0
     assert worker.counts["expired"] == 1
+
+
+def test_a_worker_that_always_has_work_forgets_too() -> None:
+    worker = worker_of(ScriptedEngine(), idle_s=0.05)
+    idle, active = Client(worker), Client(worker)
+    for client in (idle, active):
+        client.open(1)
+    length, new, end_s = len(PROMPT), PROMPT, time.monotonic() + 0.3
+    while time.monotonic() < end_s:
+        round_ = pb.Verify(id=1, number=1, length=length, tokens=new, max_tokens=1)
+        worker.receive(active.connection, pb.ToTarget(verify=round_))
+        assert worker.step()
+        assert active.connection.outgoing.get().verdict.tokens
+        length, new = length + 2, [8]
+        time.sleep(0.005)
+    assert worker.counts["expired"] == 1
+    assert idle.verify(1, 3, tokens=PROMPT).failure.is_gone
 
 
 def test_ends_and_lost_connections_cancel_what_is_computed() -> None:

@@ -1,6 +1,7 @@
 """A draft worker: what engines send it, what it keeps, what it answers."""
 
 import dataclasses
+import time
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -263,6 +264,18 @@ def test_idle_samples_are_forgotten() -> None:
     assert not drafter.live
     assert worker.stats()["expired"] == 1
     assert drafter.forgotten_s, "and what is left of those that ended"
+
+
+def test_a_worker_that_always_has_work_forgets_too() -> None:
+    worker = worker_of(Counting, WorkerLimits(idle_s=0.05))
+    engine = welcome(worker)
+    tell(worker, engine, begun=[begin(1, [1]), begin(2, [1])], deltas=[delta(1, 1), delta(2, 1)])
+    length, end_s = 1, time.monotonic() + 0.3
+    while time.monotonic() < end_s:
+        length += 1
+        assert not tell(worker, engine, deltas=[delta(2, length, [2])]).forgotten
+    assert worker.stats()["expired"] == 1
+    assert list(tell(worker, engine, deltas=[delta(1, 2, [2])]).forgotten) == [1]
 
 
 def test_an_engine_that_goes_or_ends_its_samples_leaves_nothing() -> None:

@@ -144,7 +144,7 @@ class FaultyLink(LocalLink):
         """Still a message, with whatever numbers a hostile worker would write."""
         if not self._happens("garbled"):
             return drafts
-        whatever = pb.Drafts(round=drafts.round + self._random.choice([-1, 0, 1, 2**40]) % 2**64)
+        whatever = pb.Drafts(round=(drafts.round + self._random.choice([-1, 0, 1, 2**40])) % 2**64)
         for message in drafts.branches:
             tokens = [self._random.choice([0, 7, 259, 260, 2**31, 2**32 - 1]) for _ in range(9)]
             kept = list(message.tokens) if self._random.random() < 0.5 else tokens

@@ -219,7 +219,7 @@ class PipelineBench:
         base = self._version.base
         target = Target(base.name, b"", base.config.vocab_size)
         link = GrpcLink(address, ClientSecurity(self._key_file), target)
-        drafter = RemoteDrafter([link], WAIT_S)
+        drafter = RemoteDrafter([link], WAIT_S, target.vocab_size)
         deadline = time.monotonic() + CONNECT_S
         while not drafter.is_connected:
             if time.monotonic() > deadline:

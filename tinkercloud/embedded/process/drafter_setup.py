@@ -227,7 +227,7 @@ def remote_drafter(addresses: str, base: BaseModel, settings: DrafterSettings) -
         target = replace(target, vocabulary_digest=vocabulary, tokenizer=base.decoder.to_str())
     security = _remote_security(settings)
     links = [GrpcLink(each, security, target) for each in parse_addresses(addresses)]
-    return RemoteDrafter(links, settings.remote_wait_ms / 1e3)
+    return RemoteDrafter(links, settings.remote_wait_ms / 1e3, target.vocab_size)
 
 
 def _remote_security(settings: DrafterSettings) -> "ClientSecurity":

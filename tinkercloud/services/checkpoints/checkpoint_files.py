@@ -1,6 +1,5 @@
 """Checkpoint folders on disk: sealed with hashes, moved into place whole, verified before use."""
 
-import hashlib
 import json
 import shutil
 import uuid
@@ -8,12 +7,12 @@ from pathlib import Path
 
 from tinkercloud import flushing
 from tinkercloud.errors import ServerFault
+from tinkercloud.fingerprints import file_sha256
 
 MANIFEST = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
 RECOVERY_FOLDER = "recovery"
 """Of a data folder: what models in training come back from."""
-HASH_CHUNK_BYTES = 1024 * 1024
 
 
 def new_temporary(parent: Path) -> Path:
@@ -53,7 +52,7 @@ def seal(directory: Path, about: dict[str, object]) -> int:
     """Write the manifest and flush every file to disk; the size of the whole in bytes."""
     files = {
         str(path.relative_to(directory)): {
-            "sha256": _sha256(path),
+            "sha256": file_sha256(path),
             "size_bytes": path.stat().st_size,
         }
         for path in sorted(directory.rglob("*"))
@@ -77,7 +76,7 @@ def verify(directory: Path) -> None:
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         for name, expected in manifest["files"].items():
-            if _sha256(directory / name) != expected["sha256"]:
+            if file_sha256(directory / name) != expected["sha256"]:
                 raise ServerFault(f"file {name!r} of this checkpoint is not as it was saved")
     except (OSError, ValueError, KeyError) as error:
         raise ServerFault(f"this checkpoint cannot be read: {type(error).__name__}") from error
@@ -131,11 +130,3 @@ def remove_temporaries(root: Path) -> None:
 def folders_of(root: Path, model_id: str) -> list[Path]:
     """Of all checkpoints of a model."""
     return list((root / model_id).glob("*/*/*"))
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -9,6 +9,7 @@ import numpy as np
 
 from tinkercloud.core.operation_codec import decode_batch
 from tinkercloud.core.types import Datum, TrainBatch
+from tinkercloud.fingerprints import tensors_sha256
 from tinkercloud.services.recovery.lane_operations import (
     CREATE,
     FORWARD_BACKWARD,
@@ -17,7 +18,6 @@ from tinkercloud.services.recovery.lane_operations import (
     PUBLISH,
     Loading,
 )
-from tinkercloud.services.runs.fingerprints import tensors_sha256
 from tinkercloud.services.runs.kept_runs import KeptRun, KeptRuns
 from tinkercloud.storage.journal import STEP_KIND, RanOperation
 

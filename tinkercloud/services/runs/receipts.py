@@ -18,9 +18,9 @@ from tinker_gmi.types import SampleRequest
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.types import FromBase, FromCheckpoint, FromModel, SampleOutput
 from tinkercloud.errors import UserError
+from tinkercloud.fingerprints import tensors_sha256
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.recovery.lane_operations import LOAD
-from tinkercloud.services.runs.fingerprints import tensors_sha256
 from tinkercloud.services.runs.kept_runs import KeptRun, KeptRuns
 from tinkercloud.services.runs.replay import Repeated, RunReplay
 from tinkercloud.storage.futures import Sampled

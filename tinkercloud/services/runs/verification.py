@@ -11,11 +11,11 @@ from tinker_gmi.types import SampleRequest
 from tinkercloud.backends.base import Backend
 from tinkercloud.core.types import FromBase, FromCheckpoint, num_equal
 from tinkercloud.errors import UserError
+from tinkercloud.fingerprints import tensors_sha256
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.recovery.lane_operations import FORWARD_BACKWARD
 from tinkercloud.services.recovery.replayer import Replayer
 from tinkercloud.services.recovery.training_outcomes import deviation
-from tinkercloud.services.runs.fingerprints import tensors_sha256
 from tinkercloud.services.runs.receipts import SAMPLE, Base, described
 from tinkercloud.storage.journal import RanOperation
 

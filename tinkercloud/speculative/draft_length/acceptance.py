@@ -2,7 +2,10 @@
 calibrated.
 
 A token's rate is that of its depth and its bucket of confidence, given that those before it were
-accepted; with few counts it leans on the bucket's rate, and that on the drafter's. Old counts fade.
+accepted. With few counts it leans on what was seen of the bucket there and deeper, that on what was
+seen one place before and deeper, and in the first place on the drafter's rate: a draft that is
+right twice is mostly right a third time, and what is seldom verified would else be taken for what
+fails in the first place. Old counts fade.
 A group of samples whose drafts are accepted more often than expected, or less, has a factor.
 
 Axes: B sequences, D depths, C buckets of confidence.
@@ -21,6 +24,7 @@ Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 EDGES = np.array((0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97))
 BUCKETS = len(EDGES) + 1
+DEEPER_LEANING = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,19 @@ class Acceptance:
         self._rates = self._fitted()
 
     def _fitted(self) -> Array:
-        lean = self._prior.leaning
-        of_bucket = (self._accepted.sum(0) + lean * self.overall) / (self._judged.sum(0) + lean)
-        return (self._accepted + lean * of_bucket) / (self._judged + lean)
+        lean, rates = self._prior.leaning, np.empty_like(self._judged)
+        deeper_lean = DEEPER_LEANING * lean  # few counts of many places are no reason to differ
+        judged, accepted = (
+            np.cumsum(counts[::-1], 0)[::-1] for counts in (self._judged, self._accepted)
+        )
+        rate = np.full(BUCKETS, self.overall)
+        for depth in range(len(rates)):
+            if not judged[depth].any():
+                rates[depth:] = rate
+                break
+            rate = (accepted[depth] + deeper_lean * rate) / (judged[depth] + deeper_lean)
+            rates[depth] = (self._accepted[depth] + lean * rate) / (self._judged[depth] + lean)
+        return rates
 
     def _padded(self, confidences: Sequence[Sequence[float]]) -> tuple[Array, NDArray[np.int64]]:
         depth = len(self._judged)

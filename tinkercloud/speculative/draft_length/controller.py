@@ -27,7 +27,7 @@ from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Roun
 FIRST_COMPARISON = 4
 # Times as many where drafts cost nothing: only their rows may be dearer than they seem. Where they
 # are expected to gain little, a plain round costs little, and tells whether they gain at all.
-FREE_PATIENCE, FREE_GAIN = 4, 0.5
+FREE_PATIENCE, FREE_GAIN = 16, 2.0
 # Share of a plain round below which the first draft's time ends the warm-up: what a step costs is
 # not known yet, so less than what is taken to cost nothing later.
 NEGLIGIBLE = 0.01

@@ -73,7 +73,7 @@ class Orchestrator:
             if self._drafter is None and self._draft and self.options.drafted:
                 target = _drafted_for(self._target.model)
                 links = [GrpcLink(each, self._security, target) for each in self._draft]
-                self._drafter = RemoteDrafter(links, self.options.draft_wait_s)
+                self._drafter = RemoteDrafter(links, self.options.draft_wait_s, target.vocab_size)
                 self._drafter.wait_connected(1.0)
         return self
 

@@ -64,14 +64,15 @@ class _Worker:
 
 
 class RemoteDrafter(Drafter):
-    """wait_s: for the answers of a round, at most. Audits need what a token was drawn from, which
-    does not travel: it counts as coupled, without distributions."""
+    """wait_s: for the answers of a round, at most. vocab_size: of the target, which is not asked
+    about other tokens, whoever verifies. Audits need what a token was drawn from, which does not
+    travel: it counts as coupled, without distributions."""
 
     name = "remote"
     is_coupled = True
 
-    def __init__(self, links: Sequence[Link], wait_s: float):
-        self._wait_s = wait_s
+    def __init__(self, links: Sequence[Link], wait_s: float, vocab_size: int):
+        self._wait_s, self._vocab_size = wait_s, vocab_size
         self._workers = {link.name: _Worker(link) for link in links}
         self._lock = threading.Condition()
         self._branches: dict[int, deque[_Branch]] = {}
@@ -260,7 +261,8 @@ class RemoteDrafter(Drafter):
         if branches is None:
             return
         tokens, confidences = tuple(message.tokens), message.confidences
-        if not 0 < len(tokens) == len(confidences) <= MAX_TOKENS:
+        is_draft = 0 < len(tokens) == len(confidences) <= MAX_TOKENS
+        if not is_draft or max(tokens) >= self._vocab_size:
             self.counts["invalid"] += 1
             return
         branches.append(_Branch(worker, message.base, tokens, confidences))

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, Generic, TypeVar
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 64  # messages that a client has not read
+LOOK_EVERY_S = 1.0  # for what nobody has used for long
 
 
 @dataclass(eq=False)
@@ -44,10 +46,12 @@ C = TypeVar("C", bound=Connection)
 
 
 class StreamWorker(ABC, Generic[C]):
-    """new: a connection with that number. Subclasses compute in `step`, and clean up in `close`."""
+    """new: a connection with that number. idle_s: after which what was not used is forgotten.
+    Subclasses compute in `step`, and clean up in `close`."""
 
-    def __init__(self, new: Callable[[int], C]):
-        self._new = new
+    def __init__(self, new: Callable[[int], C], idle_s: float):
+        self._new, self._idle_s = new, idle_s
+        self._next_look_s = 0.0
         self._arrived = threading.Condition()
         self._inbox: deque[tuple[C, Any]] = deque()
         self._num_connections = 0
@@ -103,6 +107,15 @@ class StreamWorker(ABC, Generic[C]):
         with self._arrived:
             self._open.discard(connection)
         connection.end()
+
+    def _idle_before(self) -> float | None:
+        """What was last used before that time is to be forgotten; None where it is too early to
+        look again. For every step, since a worker may never be without work."""
+        now = time.monotonic()
+        if now < self._next_look_s:
+            return None
+        self._next_look_s = now + min(LOOK_EVERY_S, self._idle_s)
+        return now - self._idle_s
 
     def _close_all(self) -> None:
         for connection in list(self._open):

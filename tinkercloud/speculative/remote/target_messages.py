@@ -15,7 +15,7 @@ MAX_FILE_BYTES = 64 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """What a client has to know of the model that verifies. digest: of its config.
+    """What a client has to know of the model that verifies. digest: of config and weights.
     vocabulary_digest: of all tokens with their ids, b"" where it has no tokenizer. tokenizer: the
     files of its folder, as Hugging Face has them; {} at a client that did not ask for them."""
 

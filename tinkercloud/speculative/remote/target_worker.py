@@ -99,9 +99,9 @@ class ClientConnection(Connection):
 
 class TargetWorker(StreamWorker[ClientConnection]):
     def __init__(self, model: TargetModel, engine: Engine, limits: TargetLimits | None = None):
-        super().__init__(ClientConnection)
-        self._model, self._engine = model, engine
         self._limits = limits or TargetLimits()
+        super().__init__(ClientConnection, self._limits.idle_s)
+        self._model, self._engine = model, engine
         self._sessions: OrderedDict[_Session, None] = OrderedDict()  # the longest unused first
         self._returned: deque[tuple[_Round, int, Output]] = deque()
         self.counts: Counter[str] = Counter()
@@ -118,8 +118,7 @@ class TargetWorker(StreamWorker[ClientConnection]):
         is_busy = self._engine.busy
         if is_busy:
             self._compute()
-        else:
-            self._forget_idle()
+        self._forget_idle()
         return is_busy or bool(messages)
 
     def close(self, connection: ClientConnection) -> None:
@@ -294,9 +293,12 @@ class TargetWorker(StreamWorker[ClientConnection]):
             self._engine.cancel(job)
 
     def _forget_idle(self) -> None:
-        before = time.monotonic() - self._limits.idle_s
+        before = self._idle_before()
+        if before is None:
+            return
         for session in list(self._sessions):
             if session.used_s > before:
                 return
-            self.counts["expired"] += 1
-            self._end(session)
+            if session.round is None:  # else its client waits for the verdict
+                self.counts["expired"] += 1
+                self._end(session)

@@ -80,9 +80,9 @@ class DraftWorker(StreamWorker[EngineConnection]):
         self, make: Callable[[Target], Drafter], limits: WorkerLimits | None = None,
         learn: Learn = _nothing_to_learn,
     ):  # fmt: skip
-        super().__init__(EngineConnection)
-        self._make, self._learn = make, learn
         self._limits = limits or WorkerLimits()
+        super().__init__(EngineConnection, self._limits.idle_s)
+        self._make, self._learn = make, learn
         self._samples: OrderedDict[int, Sample] = OrderedDict()  # the longest unused first
         self._ahead: dict[Sample, Outlook] = {}  # those with outcomes to prepare for
         self._num_streams = 0
@@ -94,15 +94,13 @@ class DraftWorker(StreamWorker[EngineConnection]):
 
     def step(self, wait_s: float = 0.0) -> bool:
         """One batch of answers, or one batch of what may be asked next; whether there was any."""
-        messages = self._take(0.0 if self._ahead else wait_s)
+        messages, is_ahead = self._take(0.0 if self._ahead else wait_s), bool(self._ahead)
         if messages:
             self._answer(messages)
-        elif self._ahead:
+        elif is_ahead:
             self._prepare()
-        else:
-            self._forget_idle()
-            return False
-        return True
+        self._forget_idle()
+        return bool(messages) or is_ahead
 
     def _answer(self, messages: Sequence[tuple[EngineConnection, pb.ToWorker | None]]) -> None:
         requests: dict[Sample, int] = {}  # tokens that the newest question of each is for
@@ -326,7 +324,9 @@ class DraftWorker(StreamWorker[EngineConnection]):
         sample.connection.drafter.end(sample.stream)
 
     def _forget_idle(self) -> None:
-        before = time.monotonic() - self._limits.idle_s
+        before = self._idle_before()
+        if before is None:
+            return
         for drafter in self._drafters:
             drafter.forget_ended(before)
         for sample in list(self._samples.values()):

@@ -40,7 +40,7 @@ def schedules(store: ModelStore, base: str, seeds: range) -> tuple[int, int]:
             for i in range(1 + seed % 2):
                 worker = worker_of(drafters[(seed + i) % 2], limits)
                 links.append(FaultyLink(worker, 2 * seed + i, f"worker {i}"))
-            return RemoteDrafter(links, WAIT_S)
+            return RemoteDrafter(links, WAIT_S, TARGET.vocab_size)
 
         drafting = Drafting(make, MOST)
         all_same(Sampler(store, speculate=drafting).run(requests), plain)
@@ -74,7 +74,9 @@ def test_a_worker_that_knows_the_sample_is_always_right(store: ModelStore, base:
     plain = Sampler(store).run(requests)
     drafting = Drafting(
         lambda _: RemoteDrafter(
-            [LocalLink(worker_of(lambda: knowing(plain, requests, 0)))], wait_s=10.0
+            [LocalLink(worker_of(lambda: knowing(plain, requests, 0)))],
+            wait_s=10.0,
+            vocab_size=TARGET.vocab_size,
         ),
         MOST,
     )
@@ -95,7 +97,7 @@ def test_a_worker_with_the_target_itself_is_right_and_prepared(
 
     def make(_: int) -> RemoteDrafter:
         drafters = WorkerDrafters(store.base("tiny"), NativeRunner(1), pool_bytes=2**24)
-        remotes.append(RemoteDrafter([LocalLink(DraftWorker(drafters))], wait_s=10.0))
+        remotes.append(RemoteDrafter([LocalLink(DraftWorker(drafters))], 10.0, TARGET.vocab_size))
         return remotes[-1]
 
     drafting = Drafting(make, MOST)

@@ -5,15 +5,11 @@ from pathlib import Path
 
 TENSOR_SUFFIXES = (".safetensors", ".npz", ".gguf")
 OPTIMIZER = "optimizer"
-CHUNK_BYTES = 2**20
 
 
 def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tensors_sha256(place: Path, *, with_optimizer: bool = True) -> str:
