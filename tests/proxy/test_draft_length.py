@@ -239,7 +239,7 @@ def test_what_closing_a_stream_takes_is_not_taken_for_a_verification_s_time() ->
 
 
 async def test_a_draft_for_which_a_stream_is_closed_is_not_asked_for_again() -> None:
-    target = TimedServer("tinkercloud", ScriptedModel(), verify_s=TOKEN_S, row_s=0.0005)
+    target = TimedServer("tinkercloud", ScriptedModel(), verify_s=3 * TOKEN_S, row_s=0.0005)
     draft = ScriptedServer("vllm", ScriptedModel(leader=target.model, agreement=0.9))
     proxy = speculator(target, draft, most=16, clock=lambda: target.now)
     await proxy.measure((3, 5, 1, 4))
