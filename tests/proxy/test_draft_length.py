@@ -238,6 +238,29 @@ def test_what_closing_a_stream_takes_is_not_taken_for_a_verification_s_time() ->
     assert length.verified(100, 3, is_streaming=False) == 3
 
 
+@dataclass
+class WarmingServer(TimedServer):
+    """Its first requests take five times as long."""
+
+    num_slow: int = 6
+
+    def _work_s(self, path: str, body: Json) -> float:
+        return super()._work_s(path, body) * (5 if len(self.requests) <= self.num_slow else 1)
+
+
+async def test_a_server_that_has_just_begun_is_not_taken_to_be_slow() -> None:
+    costs = []
+    for num_slow in (0, 6):
+        target = WarmingServer(
+            "vllm", ScriptedModel(), verify_s=0.06, row_s=0.001, open_s=0.05, num_slow=num_slow
+        )
+        draft = ScriptedServer("vllm", ScriptedModel(leader=target.model))
+        proxy = speculator(target, draft, most=16, clock=lambda target=target: target.now)
+        await proxy.measure((3, 5, 1, 4))
+        costs.append([proxy.costs.verified.at(100), proxy.costs.opened.at(100)])
+    assert costs[1] == pytest.approx(costs[0], rel=0.01)
+
+
 async def test_a_draft_for_which_a_stream_is_closed_is_not_asked_for_again() -> None:
     target = TimedServer("tinkercloud", ScriptedModel(), verify_s=3 * TOKEN_S, row_s=0.0005)
     draft = ScriptedServer("vllm", ScriptedModel(leader=target.model, agreement=0.9))

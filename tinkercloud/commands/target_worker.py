@@ -33,6 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, metavar="PATH", help="a Hugging Face folder or GGUF file"
     )
+    parser.add_argument(
+        "--weights", help="an adapter's or checkpoint's folder, or tinker://..., over the model"
+    )
     add_listening_options(parser, LISTEN)
     parser.add_argument(
         "--sessions", type=int, default=256, help="of all clients that are kept at a time [256]"
@@ -45,6 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Arguments) -> int:
+    from tinkercloud.commands.saved_weights import weights_folder
     from tinkercloud.speculative.remote.methods import VERIFY
     from tinkercloud.speculative.remote.target_worker import TargetLimits, TargetWorker
 
@@ -52,10 +56,12 @@ def run(arguments: Arguments) -> int:
     logs.configure(config.log_level, config.log_format)
     listening = Listening.of(arguments)
     path = Path(arguments["model"])
-    base = _base(config, path)
+    base, weights = _base(config, path), arguments["weights"]
+    folder = None if weights is None else weights_folder(config.data_dir, weights)
     limits = TargetLimits(arguments["sessions"], arguments["idle_s"])
-    worker = TargetWorker(_described(config, base, path), _engine(config, base), limits)
-    say(f"verifying with {base.name}")
+    engine = _engine(config, _version(base, path, folder))
+    worker = TargetWorker(_described(config, base, path, folder), engine, limits)
+    say(f"verifying with {base.name}" + ("" if weights is None else f" and {weights}"))
     listening.serve(worker, VERIFY, "generate --target HOST:{port}")
     return 0
 
@@ -102,23 +108,37 @@ def _base(config: "Config", path: Path) -> "BaseModel":
     return load_base(path.stem if path.is_file() else path.name, path, config)
 
 
-def _described(config: "Config", base: "BaseModel", path: Path) -> "TargetModel":
+def _version(base: "BaseModel", path: Path, folder: Path | None) -> "Version":
+    """Raises UserError."""
+    from tinkercloud.commands.saved_weights import with_weights
+    from tinkercloud.embedded.model.version import Version
+
+    if folder is None:
+        return Version("target", base, base.weights, None, 1.0)
+    return with_weights(base, folder, path)
+
+
+def _described(
+    config: "Config", base: "BaseModel", path: Path, folder: Path | None
+) -> "TargetModel":
+    """folder: of the weights over the model's."""
     from tinkercloud.speculative.remote.target_messages import TargetModel, tokenizer_files
     from tinkercloud.weights.tokenizer import ensure_tokenizer_folder, vocabulary_digest
 
     # Of the weights too: a session goes on at a worker that came back, by them alone.
-    digest = sha256(f"{base.name} {base.config} {tensors_sha256(path)}".encode()).digest()
-    folder = ensure_tokenizer_folder(path, config.data_dir / "cache")
-    if base.decoder is None or folder is None:
+    over = "" if folder is None else tensors_sha256(folder, with_optimizer=False)
+    identity = f"{base.name} {base.config} {tensors_sha256(path)} {over}"
+    digest = sha256(identity.encode()).digest()
+    tokenizer = ensure_tokenizer_folder(path, config.data_dir / "cache")
+    if base.decoder is None or tokenizer is None:
         return TargetModel(base.name, digest, base.config.vocab_size)
     vocabulary = vocabulary_digest(base.decoder)
-    files = tokenizer_files(folder)
+    files = tokenizer_files(tokenizer)
     return TargetModel(base.name, digest, base.config.vocab_size, vocabulary, files)
 
 
-def _engine(config: "Config", base: "BaseModel") -> TargetEngine:
+def _engine(config: "Config", version: "Version") -> TargetEngine:
     from tinkercloud.embedded.model.device import freeze_garbage_collector, usable_cores
-    from tinkercloud.embedded.model.version import Version
     from tinkercloud.embedded.sampling.engine import SamplingEngine
 
     freeze_garbage_collector()
@@ -127,4 +147,4 @@ def _engine(config: "Config", base: "BaseModel") -> TargetEngine:
         kv_cache_bytes=config.engine.kv_cache_bytes,
         num_threads=config.engine.threads or usable_cores(),
     )
-    return TargetEngine(Version("target", base, base.weights, None, 1.0), engine)
+    return TargetEngine(version, engine)

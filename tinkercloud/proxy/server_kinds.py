@@ -47,13 +47,13 @@ class SampleForm:
 
 @dataclass(frozen=True, slots=True)
 class ScoreForm:
-    """otherwise: what is asked where this one has too few scores, as its answers leave out what the
-    server has in its cache, or fails over what is in their place. None: it has all of them."""
+    """skips_cached: its answers have no scores of what the server has in its cache, and it may fail
+    over what is in their place."""
 
     path: str
     request: Callable[[RoundRequest], dict[str, Any]]
     read: Callable[[RoundRequest, Json], Scores]
-    otherwise: "ScoreForm | None" = None
+    skips_cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +308,7 @@ def _own_verified(request: RoundRequest, answer: Json) -> Verified:
 _VLLM_SAMPLE = SampleForm("completions", _vllm_sample, _chosen_tokens, _chosen_event)
 _VLLM_SCORE = ScoreForm("completions", _vllm_score, _vllm_scores)
 VLLM_CACHED_SCORE = ScoreForm(
-    "/inference/v1/generate", _vllm_cached_score, _vllm_cached_scores, _VLLM_SCORE
+    "/inference/v1/generate", _vllm_cached_score, _vllm_cached_scores, skips_cached=True
 )
 
 SERVER_KINDS: Mapping[str, ServerKind] = {

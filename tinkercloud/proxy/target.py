@@ -23,7 +23,8 @@ from tinkercloud.proxy.verification import (
 MAX_REDRAWS = 1000
 MAX_SEED = 2**31
 TRIES = 2
-"""Of a verification by the cache, before the whole prompt is computed for it."""
+"""Of a verification by the cache, before the target samples a token itself: to have the whole
+prompt scored takes as long as a stream's tokens for a short one, and seconds for a long one."""
 
 
 class Target:
@@ -88,9 +89,15 @@ class Target:
         form, sampling = self.kind.verify, request.sampling
         if isinstance(form, VerifyForm):
             return form.read(request, await self.upstream.post(form.path, form.request(request)))
-        request, scores, num_requests = await self._scored(
-            form, replace(request, sampling=self._seeded(sampling, coins))
-        )
+        request = replace(request, sampling=self._seeded(sampling, coins))
+        scored = await self._scored(form, request)
+        if scored is None:
+            own = await self.sample(replace(request, drafted=(), num_tokens=1), coins)
+            num_requests = TRIES + 1
+            return Verified(
+                own.tokens, 0, own.has_ended, num_requests=num_requests, is_sampled=True
+            )
+        request, scores, num_requests = scored
         num, own = scores.num_missing, Sampled((), has_ended=False)
         if num:
             num_requests += 1
@@ -111,11 +118,12 @@ class Target:
 
     async def _scored(
         self, form: ScoreForm, request: RoundRequest
-    ) -> tuple[RoundRequest, Scores, int]:
-        """One score missing at most, of the draft or of its beginning; and how many requests it
-        took."""
-        tries = TRIES if form.otherwise else 0
-        for number in range(1, tries + 1):
+    ) -> tuple[RoundRequest, Scores, int] | None:
+        """Of the draft or of its beginning; and how many requests it took. None: the server has
+        too few scores of it."""
+        if not form.skips_cached:
+            return request, await self.scores(form, request), 1
+        for number in range(1, TRIES + 1):
             try:
                 scores = await self.scores(form, request)
             except UpstreamRefused:
@@ -124,7 +132,7 @@ class Target:
                 return request, scores, number
             room = self.room(len(request.prompt), len(request.drafted))
             request = replace(request, drafted=request.drafted[:room])
-        return request, await self.scores(form.otherwise or form, request), tries + 1
+        return None
 
     async def scores(self, form: ScoreForm, request: RoundRequest) -> Scores:
         """Of one request. Raises as `stream`."""

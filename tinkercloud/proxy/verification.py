@@ -64,13 +64,15 @@ class Scores:
 class Verified:
     """tokens: the accepted ones, and mostly one of the target's own. Without that one, the target
     must be asked to sample: until it is another one than `rejected`, where that is given.
-    num_requests: made for it."""
+    num_requests: made for it. is_sampled: the target could not score the draft, and its token is
+    sampled without."""
 
     tokens: tuple[int, ...]
     num_accepted: int
     has_ended: bool = False
     rejected: int | None = None
     num_requests: int = 1
+    is_sampled: bool = False
 
 
 def verify_greedily(

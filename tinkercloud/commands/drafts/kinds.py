@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.commands.drafts.collect import Text
-from tinkercloud.commands.drafts.target import placed
+from tinkercloud.commands.saved_weights import placed
 from tinkercloud.config import Config
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.capture import (

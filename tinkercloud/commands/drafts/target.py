@@ -8,19 +8,13 @@ from tokenizers import Tokenizer
 
 from tinkercloud.chat.template import ChatTemplate
 from tinkercloud.commands.bench import open_target
+from tinkercloud.commands.saved_weights import weights_folder, with_weights
 from tinkercloud.config import Config
-from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import set_up_torch, usable_cores
 from tinkercloud.embedded.model.version import Version
-from tinkercloud.embedded.training.checkpoints import load_weights
-from tinkercloud.embedded.training.trainable_model import frozen
-from tinkercloud.errors import ConfigError, UserError
-from tinkercloud.weights.adapter_folders import open_adapter
-from tinkercloud.weights.adapters import Adapter
-from tinkercloud.weights.checkpoints import STATE_FILE
+from tinkercloud.errors import ConfigError
 from tinkercloud.weights.tokenizer import ensure_tokenizer_folder
 
-TINKER, CHECKPOINTS = "tinker://", "checkpoints"
 PROMPTS = (
     "The old harbour was quiet that morning, and nobody expected",
     "To make a simple soup for four people, first",
@@ -75,8 +69,8 @@ def open_draft_target(config: Config, options: TargetOptions) -> Target:
     set_up_torch(threads)
     version, tokenizer = open_target(config)
     if options.weights is not None:
-        folder = _folder(config.data_dir, options.weights)
-        version = _with_weights(version.base, folder, config.models[0].path)
+        folder = weights_folder(config.data_dir, options.weights)
+        version = with_weights(version.base, folder, config.models[0].path)
     template = None if options.raw else _template(config)
     texts = _prompts(options.prompts)
     prompts = [ids for text in texts if (ids := _encoded(text, template, tokenizer))]
@@ -94,35 +88,6 @@ def _template(config: Config) -> ChatTemplate | None:
     """None where the model has none: prompts are then what they are."""
     folder = ensure_tokenizer_folder(config.models[0].path, config.data_dir / "cache")
     return ChatTemplate.of_folder(folder) if folder is not None else None
-
-
-def _folder(data_dir: Path, weights: str) -> Path:
-    """A checkpoint's newest files: a save that replaces others leaves only them."""
-    if not weights.startswith(TINKER):
-        return Path(weights)
-    parent = data_dir / CHECKPOINTS / weights.removeprefix(TINKER)
-    folders = [path for path in parent.glob("*") if (path / STATE_FILE).is_file()]
-    if not folders:
-        raise UserError(f"{data_dir} has no checkpoint {weights}")
-    return max(folders, key=lambda path: path.stat().st_mtime)
-
-
-def _with_weights(base: BaseModel, folder: Path, source: Path) -> Version:
-    if not folder.is_dir():
-        raise ConfigError(f"--weights {folder}: there is no such folder")
-    name = f"draft target {folder}"
-    if not (folder / STATE_FILE).is_file():
-        imported = open_adapter(folder, source)
-        scale = imported.spec.alpha / imported.spec.rank
-        return Version(name, base, base.weights, placed(imported.adapter, base), scale)
-    spec, adapter, full, _ = load_weights(base, folder)
-    if full is not None:
-        return Version(name, base, frozen(base, full), None, 1.0)
-    return Version(name, base, base.weights, adapter, spec.alpha / spec.rank)
-
-
-def placed(adapter: Adapter, base: BaseModel) -> Adapter:
-    return {name: (a.to(base.device), b.to(base.device)) for name, (a, b) in adapter.items()}
 
 
 def _prompts(path: Path | None) -> list[str]:
