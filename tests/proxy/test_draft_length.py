@@ -20,6 +20,7 @@ from tinkercloud.proxy.draft_length import (
 from tinkercloud.proxy.round_costs import LARGEST_SURPRISE, LineFit, RoundCosts
 from tinkercloud.proxy.server_kinds import SERVER_KINDS
 from tinkercloud.proxy.speculation import SampleTask
+from tinkercloud.speculative.drafters.drafter import Draft
 
 NUM_TOKENS, TOKEN_S, ASK_S = 240, 0.012, 0.01
 ALONE_S = NUM_TOKENS * TOKEN_S + ASK_S
@@ -272,6 +273,20 @@ async def test_a_draft_for_which_a_stream_is_closed_is_not_asked_for_again() -> 
     assert len(asked) == len(set(asked))
 
 
+def test_a_drafter_s_confidence_says_which_tokens_fail() -> None:
+    """Every fourth token is a digit that nobody foresees; the drafter is sure of the others."""
+    rate, confidences = AcceptanceRate(), (0.95, 0.95, 0.95, 0.5)
+    for number in range(80):
+        place = number % 4
+        rate.add(is_right=place < 3, confidence=confidences[place])
+    assert rate.num_right == 0
+    expected = rate.accepted(4, confidences)
+    assert expected[2] > 2.7
+    assert expected[3] - expected[2] < 0.15
+    assert rate.at(0, 0.5) < 0.55 < 0.95 < rate.at(0, 0.95)  # in a place where it was never seen
+    assert rate.accepted(4)[2] < 2.5  # of a drafter that has none, by the row alone
+
+
 def test_a_slow_drafter_that_is_never_right_is_asked_less_and_less() -> None:
     costs = known_costs()
     for num in (1, 64):
@@ -281,7 +296,7 @@ def test_a_slow_drafter_that_is_never_right_is_asked_less_and_less() -> None:
         if length.asked(100, 200, is_streaming=True):
             gaps.append(since)
             since = 0
-            length.was_drafted((1,))
+            length.was_drafted(Draft((1,)))
         length.was_sampled((2,))
         since += 1
     assert gaps[0] <= FIRST_ASKED and gaps[-1] == 64 and gaps == sorted(gaps)

@@ -9,6 +9,7 @@ from tinkercloud.errors import UpstreamUnreachable
 from tinkercloud.proxy.drafters import GREEDY, DraftPool, DraftSession, agreed
 from tinkercloud.proxy.suffix_source import SuffixSource
 from tinkercloud.proxy.verification import RoundRequest
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft
 
 ASKED = RoundRequest((1, 2), (), GREEDY, 4)
 
@@ -26,7 +27,7 @@ class Scripted:
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> Draft:
         self.num_asked += 1
         try:
             await asyncio.sleep(self.delay_s)
@@ -35,7 +36,7 @@ class Scripted:
             raise
         if self.tokens is None:
             raise UpstreamUnreachable(f"{self.name} is down")
-        return self.tokens
+        return Draft(self.tokens)
 
     def close(self) -> None:
         pass
@@ -48,7 +49,7 @@ async def test_the_first_draft_wins_a_race_and_the_others_are_cancelled() -> Non
         Scripted("fast", (5, 6), 0.01),
     )
     pool = DraftPool([slow, empty, fast], "race", 10.0)
-    assert await pool.open().draft(ASKED) == (5, 6)
+    assert await pool.open().draft(ASKED) == Draft((5, 6))
     assert slow.num_cancelled == 1
     assert [entry.num_taken for entry in pool.entries] == [0, 0, 1]
 
@@ -56,7 +57,7 @@ async def test_the_first_draft_wins_a_race_and_the_others_are_cancelled() -> Non
 async def test_consensus_is_what_most_drafters_agree_on() -> None:
     drafts = [(5, 6, 7), (5, 6, 8), (5, 9)]
     pool = DraftPool([Scripted(str(one), one) for one in drafts], "consensus", 10.0)
-    assert await pool.open().draft(ASKED) == (5, 6)
+    assert await pool.open().draft(ASKED) == Draft((5, 6))
     assert [entry.num_taken for entry in pool.entries] == [1, 1, 0]
 
 
@@ -80,7 +81,7 @@ async def test_a_drafter_that_fails_is_left_out_for_a_while(failing: Scripted) -
     pool = DraftPool([failing], "race", 0.02)
     sessions, before = pool.open(), failing.num_asked
     for _ in range(3):
-        assert await sessions.draft(ASKED) == ()
+        assert await sessions.draft(ASKED) == NO_DRAFT
     assert failing.num_asked == before + 1
     pool.entries[0].down_until = 1e-9  # a time that has passed
     await sessions.draft(ASKED)
@@ -89,13 +90,13 @@ async def test_a_drafter_that_fails_is_left_out_for_a_while(failing: Scripted) -
 
 async def test_a_draft_is_no_longer_than_was_asked_for() -> None:
     pool = DraftPool([Scripted("long", tuple(range(50)))], "race", 1.0)
-    assert await pool.open().draft(ASKED) == (0, 1, 2, 3)
+    assert await pool.open().draft(ASKED) == Draft((0, 1, 2, 3))
 
 
 async def test_a_sample_s_own_text_drafts_how_it_goes_on() -> None:
     session = SuffixSource().open()
     text = (3, 4, 5, 6, 7, 8, 9, 3, 4)
-    assert (await session.draft(RoundRequest(text, (), GREEDY, 3)))[:3] == (5, 6, 7)
+    assert (await session.draft(RoundRequest(text, (), GREEDY, 3))).tokens[:3] == (5, 6, 7)
     longer = (*text, 5, 6)
-    assert (await session.draft(RoundRequest(longer, (), GREEDY, 2)))[:2] == (7, 8)
+    assert (await session.draft(RoundRequest(longer, (), GREEDY, 2))).tokens[:2] == (7, 8)
     session.close()

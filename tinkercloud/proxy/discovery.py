@@ -14,6 +14,7 @@ from tinkercloud.proxy.target import Target
 from tinkercloud.proxy.text_drafter import TextDrafter
 from tinkercloud.proxy.upstream import Upstream
 from tinkercloud.proxy.verification import RoundRequest
+from tinkercloud.speculative.drafters.drafter import Draft
 
 PROBE = "def area(radius):\n    return 3.14 * radius ** 2  # 圆 números"
 
@@ -134,7 +135,7 @@ class FoundDrafter:
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> Draft:
         return await (await self.source()).open().draft(request)
 
     def close(self) -> None:

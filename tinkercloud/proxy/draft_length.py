@@ -4,9 +4,11 @@ Axes: K drafted tokens.
 """
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 
 from tinkercloud.proxy.round_costs import RoundCosts
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft
 
 FIRST_ASKED, MOST_WAITED = 4, 64
 MARGIN = 1.2
@@ -28,39 +30,57 @@ LOOK_AGAIN = 0.02
 would be worth it at half of the cost. So an estimate that became too high is corrected."""
 PRIOR = 2.0  # tokens
 MEMORY = 64.0  # tokens
+CONFIDENCES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97)
+"""Of a drafter's confidence: between these it is taken to mean the same."""
 
 
 class AcceptanceRate:
-    """How often the next drafted token is the sample's, by how many in a row were so before.
+    """How often the next drafted token is the sample's, by how many in a row were so before, and by
+    the drafter's confidence in it, where it has one.
 
     Texts that repeat others for long go on repeating, others fail at the same length again. After
     n right ones the next is right with the chance (n + 1) / (n + 3), by which n + 1 more are
     expected in all; what was seen of this sample soon outweighs that. It holds for any drafter: of
-    one that copies text, the row is the length of its match.
+    one that copies text, the row is the length of its match. Its confidence, as far as it is
+    right, says which of a form's tokens change from line to line.
     """
 
     def __init__(self) -> None:
         self.num_right = 0  # in a row
-        self._counts: dict[int, tuple[float, float]] = {}  # right ones and all
+        # Right ones and all, by row and confidence, each of them None where all are counted.
+        self._counts: dict[tuple[int | None, int | None], tuple[float, float]] = {}
 
-    def add(self, *, is_right: bool) -> None:
-        place = self.num_right.bit_length()
-        right, every = self._counts.get(place, (0.0, 0.0))
-        if every >= MEMORY:
-            right, every = right / 2, every / 2
-        self._counts[place] = right + is_right, every + 1
+    def add(self, *, is_right: bool, confidence: float | None = None) -> None:
+        row = self.num_right.bit_length()
+        keys: list[tuple[int | None, int | None]] = [(row, None)]
+        if confidence is not None:
+            bucket = bisect(CONFIDENCES, confidence)
+            keys += [(None, bucket), (row, bucket)]
+        for key in keys:
+            right, every = self._counts.get(key, (0.0, 0.0))
+            if every >= MEMORY:
+                right, every = right / 2, every / 2
+            self._counts[key] = right + is_right, every + 1
         self.num_right = self.num_right + 1 if is_right else 0
 
-    def at(self, num_right: int) -> float:
-        right, every = self._counts.get(num_right.bit_length(), (0.0, 0.0))
-        prior = (num_right + 1) / (num_right + 3)
+    def at(self, num_right: int, confidence: float | None = None) -> float:
+        row, prior = num_right.bit_length(), (num_right + 1) / (num_right + 3)
+        if confidence is None:
+            return self._counted(row, None, prior)
+        bucket, prior = bisect(CONFIDENCES, confidence), (prior + confidence) / 2
+        either = self._counted(row, None, prior) + self._counted(None, bucket, prior)
+        return self._counted(row, bucket, either / 2)
+
+    def _counted(self, row: int | None, bucket: int | None, prior: float) -> float:
+        right, every = self._counts.get((row, bucket), (0.0, 0.0))
         return (right + PRIOR * prior) / (every + PRIOR)
 
-    def accepted(self, num_drafted: int) -> list[float]:
+    def accepted(self, num_drafted: int, confidences: Sequence[float] = ()) -> list[float]:
         """(K,): of the first 1, 2, ... drafted tokens, how many are expected to be accepted."""
         expected, share, totals = 0.0, 1.0, list[float]()
         for place in range(num_drafted):
-            share *= self.at(self.num_right + place)
+            confidence = confidences[place] if place < len(confidences) else None
+            share *= self.at(self.num_right + place, confidence)
             expected += share
             totals.append(expected)
         return totals
@@ -88,7 +108,8 @@ class DraftLengthController:
         self._costs = costs
         self._rows = rows
         self._opened_rows = opened_rows
-        self._draft: tuple[int, ...] = ()  # what of the last one was not yet compared
+        self._draft = NO_DRAFT
+        self._num_compared = 0  # of its tokens, all where it has been told wrong
         self._wait = FIRST_ASKED
         self._num_unasked = 0
 
@@ -116,7 +137,9 @@ class DraftLengthController:
         if not num_drafted or not self._costs.are_known:
             return num_drafted
         lengths = range(1, num_drafted + 1)
-        savings = self._savings(num_prompt, lengths, is_streaming=is_streaming)
+        savings = self._savings(
+            num_prompt, lengths, self._draft.confidences, is_streaming=is_streaming
+        )
         best = max(range(num_drafted), key=savings.__getitem__)
         if savings[best] > 0:
             return best + 1
@@ -124,38 +147,46 @@ class DraftLengthController:
         is_affordable = cost_s < LOOK_AGAIN * self._costs.unverified_s
         return best + 1 if is_affordable and savings[best] > -cost_s / 2 else 0
 
-    def was_drafted(self, draft: Sequence[int]) -> None:
-        self._draft = tuple(draft)
+    def was_drafted(self, draft: Draft) -> None:
+        self._draft, self._num_compared = draft, 0
         self._num_unasked = 0
 
     def was_sampled(self, tokens: Sequence[int]) -> None:
         """By the target itself."""
         self._num_unasked += len(tokens)
         for token in tokens:
-            if not self._draft:
+            if self._num_compared >= len(self._draft.tokens):
                 return
-            is_right = self._draft[0] == token
-            self._learn(is_right=is_right)
-            self._draft = self._draft[1:] if is_right else ()
+            self._compare(is_right=self._draft.tokens[self._num_compared] == token)
 
     def was_verified(self, num_drafted: int, num_accepted: int) -> None:
-        self._draft, self._num_unasked = (), 0
+        self._num_unasked = 0
         for _ in range(num_accepted):
-            self._learn(is_right=True)
+            self._compare(is_right=True)
         if num_accepted < num_drafted:
-            self._learn(is_right=False)
+            self._compare(is_right=False)
+        self._draft = NO_DRAFT
 
-    def _learn(self, *, is_right: bool) -> None:
+    def _compare(self, *, is_right: bool) -> None:
+        """The draft's next token."""
+        place, confidences = self._num_compared, self._draft.confidences
+        self._num_compared = place + 1 if is_right else len(self._draft.tokens)
         is_miss = not is_right and not self.rate.num_right
         self._wait = min(2 * self._wait, MOST_WAITED) if is_miss else FIRST_ASKED
-        self.rate.add(is_right=is_right)
+        confidence = confidences[place] if place < len(confidences) else None
+        self.rate.add(is_right=is_right, confidence=confidence)
 
     def _savings(
-        self, num_prompt: int, lengths: Sequence[int], *, is_streaming: bool
+        self,
+        num_prompt: int,
+        lengths: Sequence[int],
+        confidences: Sequence[float] = (),
+        *,
+        is_streaming: bool,
     ) -> list[float]:
         """Seconds, where so many tokens are verified, ascending; one of the target's own comes with
         them."""
-        token_s, accepted = self._costs.token.seconds, self.rate.accepted(lengths[-1])
+        token_s, accepted = self._costs.token.seconds, self.rate.accepted(lengths[-1], confidences)
         return [
             (accepted[num - 1] + 1) * token_s
             - self._cost_s(num_prompt, num, is_streaming=is_streaming)

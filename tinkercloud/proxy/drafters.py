@@ -13,6 +13,7 @@ from tinkercloud.errors import TinkercloudError
 from tinkercloud.proxy.server_kinds import ServerKind
 from tinkercloud.proxy.upstream import Upstream
 from tinkercloud.proxy.verification import RoundRequest
+from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +25,9 @@ Together = Literal["race", "consensus"]
 class DraftSession(Protocol):
     """Drafts of one sample."""
 
-    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
-        """At most request.num_tokens that may come after its prompt. Raises TinkercloudError."""
+    async def draft(self, request: RoundRequest) -> Draft:
+        """Of request.num_tokens at most, that may come after its prompt. Raises
+        TinkercloudError."""
         ...
 
     def close(self) -> None: ...
@@ -49,11 +51,11 @@ class TokenDrafter:
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> Draft:
         if not self._is_seeded:  # its noise is not the target's, and the likeliest is right oftener
             request = replace(request, sampling=GREEDY)
         answer = await self._upstream.post(self._form.path, self._form.request(request))
-        return self._form.read(request, answer).tokens
+        return Draft(self._form.read(request, answer).tokens)
 
     def close(self) -> None:
         """A server keeps nothing of a sample but what it caches."""
@@ -120,7 +122,7 @@ class DraftSessions:
     def close(self) -> None:
         self._stack.close()
 
-    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> Draft:
         """Empty where there is none: every drafter is down, or has nothing to say."""
         tasks: _Tasks = {
             asyncio.ensure_future(self._ask(entry, session, request)): entry
@@ -136,43 +138,46 @@ class DraftSessions:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(
-        self, entry: DraftEntry, session: DraftSession, request: RoundRequest
-    ) -> tuple[int, ...]:
+    async def _ask(self, entry: DraftEntry, session: DraftSession, request: RoundRequest) -> Draft:
         entry.num_asked += 1
         try:
             async with asyncio.timeout(self._pool.timeout_s):
                 draft = await session.draft(request)
         except TimeoutError:
             entry.failed(f"no answer within {self._pool.timeout_s:g} s")
-            return ()
+            return NO_DRAFT
         except TinkercloudError as error:
             entry.failed(str(error))
-            return ()
+            return NO_DRAFT
         entry.answered()
-        return draft[: request.num_tokens]
+        return beginning(draft, request.num_tokens)
 
 
-_Tasks = dict[asyncio.Future[tuple[int, ...]], DraftEntry]
+def beginning(draft: Draft, num_tokens: int) -> Draft:
+    return Draft(draft.tokens[:num_tokens], draft.confidences[:num_tokens])
 
 
-async def _first(tasks: _Tasks) -> tuple[int, ...]:
+_Tasks = dict[asyncio.Future[Draft], DraftEntry]
+
+
+async def _first(tasks: _Tasks) -> Draft:
     waiting = set(tasks)
     while waiting:
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            if draft := task.result():
+            draft = task.result()
+            if draft.tokens:
                 tasks[task].num_taken += 1
                 return draft
-    return ()
+    return NO_DRAFT
 
 
-async def _agreed(tasks: _Tasks) -> tuple[int, ...]:
-    drafts = await asyncio.gather(*tasks)
-    draft = agreed([each for each in drafts if each])
+async def _agreed(tasks: _Tasks) -> Draft:
+    drafts = [draft.tokens for draft in await asyncio.gather(*tasks)]
+    tokens = agreed([each for each in drafts if each])
     for entry, each in zip(tasks.values(), drafts, strict=True):
-        entry.num_taken += bool(draft) and each[: len(draft)] == draft
-    return draft
+        entry.num_taken += bool(tokens) and each[: len(tokens)] == tokens
+    return Draft(tokens)
 
 
 def agreed(drafts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from tinkercloud.chat.requests import SamplingOptions
 from tinkercloud.proxy.draft_length import DraftLengthController
-from tinkercloud.proxy.drafters import GREEDY, DraftPool, DraftSessions
+from tinkercloud.proxy.drafters import GREEDY, DraftPool, DraftSessions, beginning
 from tinkercloud.proxy.round_costs import RoundCosts, StreamTimer
 from tinkercloud.proxy.target import MAX_SEED, Target
 from tinkercloud.proxy.verification import RoundRequest, Sampled
+from tinkercloud.speculative.drafters.drafter import Draft
 
 MEASURED = ((56, 1), (168, 32))
 """Tokens of prompts and of drafts that are measured at the start: no whole blocks of a cache, as
@@ -188,14 +189,15 @@ class Speculator:
         draft = self._usable(await sample.sessions.draft(request))
         self.costs.drafted.add(num, self._clock() - began)
         sample.length.was_drafted(draft)
-        room = self.target.room(num_tokens, len(draft))
+        room = self.target.room(num_tokens, len(draft.tokens))
         num = sample.length.verified(num_tokens, room, is_streaming=is_streaming)
-        sample.draft = draft[:num]
+        sample.draft = draft.tokens[:num]
 
-    def _usable(self, draft: tuple[int, ...]) -> tuple[int, ...]:
+    def _usable(self, draft: Draft) -> Draft:
         """Up to a token that may end the sample: whether one does, the target says of its own."""
-        num = next((i for i, token in enumerate(draft) if not self.target.is_text(token)), None)
-        return draft[:num]
+        is_text = self.target.is_text
+        ends = (place for place, token in enumerate(draft.tokens) if not is_text(token))
+        return beginning(draft, next(ends, len(draft.tokens)))
 
     async def _verified(self, sample: _Sample) -> Sampled:
         num_drafted, counts = len(sample.draft), self.counts

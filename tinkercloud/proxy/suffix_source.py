@@ -5,7 +5,7 @@ import itertools
 from tinkercloud.core.types import SamplingParams
 from tinkercloud.proxy.drafters import DraftSession
 from tinkercloud.proxy.verification import RoundRequest
-from tinkercloud.speculative.drafters.drafter import Stream
+from tinkercloud.speculative.drafters.drafter import Draft, Stream
 from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
 
@@ -27,7 +27,7 @@ class _SuffixSession:
         self._source = source
         self._stream: Stream | None = None
 
-    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> Draft:
         drafter, stream = self._source.drafter, self._stream
         if stream is None:
             number, tokens = next(self._source.numbers), [*request.prompt]
@@ -38,7 +38,7 @@ class _SuffixSession:
         elif new := request.prompt[len(stream.tokens) :]:
             stream.tokens.extend(new)
             drafter.observe(stream, len(new))
-        return drafter.propose([(stream, request.num_tokens)])[0].tokens
+        return drafter.propose([(stream, request.num_tokens)])[0]
 
     def close(self) -> None:
         if self._stream is not None:

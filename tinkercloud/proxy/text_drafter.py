@@ -8,6 +8,7 @@ from tinkercloud.proxy.answers import json_list, json_object, only
 from tinkercloud.proxy.drafters import DraftSession
 from tinkercloud.proxy.upstream import Upstream
 from tinkercloud.proxy.verification import RoundRequest
+from tinkercloud.speculative.drafters.drafter import Draft
 
 LOOK_BACK = 4
 """Tokens that are encoded again with a draft: it then begins with tokens that may follow them."""
@@ -25,7 +26,7 @@ class TextDrafter:
     def open(self) -> DraftSession:
         return self
 
-    async def draft(self, request: RoundRequest) -> tuple[int, ...]:
+    async def draft(self, request: RoundRequest) -> Draft:
         body = {"prompt": self._text(request.prompt), "max_tokens": request.num_tokens}
         answer = await self._upstream.post("completions", body | {"temperature": 0})
         choice = json_object(only(json_list(answer, "choices"), "choices"), "a choice")
@@ -33,7 +34,7 @@ class TextDrafter:
         if not isinstance(text, str):
             raise UpstreamAnswerInvalid("a choice has no text")
         text = text[: MAX_CHARACTERS_A_TOKEN * request.num_tokens]
-        return self._tokens(request.prompt[-LOOK_BACK:], text)[: request.num_tokens]
+        return Draft(self._tokens(request.prompt[-LOOK_BACK:], text)[: request.num_tokens])
 
     def close(self) -> None:
         """A server keeps nothing of a sample but what it caches."""
