@@ -79,11 +79,15 @@ class AcceptanceRate:
         """(K,): of the first 1, 2, ... drafted tokens, how many are expected to be accepted."""
         expected, share, totals = 0.0, 1.0, list[float]()
         for place in range(num_drafted):
-            confidence = confidences[place] if place < len(confidences) else None
-            share *= self.at(self.num_right + place, confidence)
+            share *= self.at(self.num_right + place, _at(confidences, place))
             expected += share
             totals.append(expected)
         return totals
+
+
+def _at(confidences: Sequence[float], place: int) -> float | None:
+    """None of a drafter that has none."""
+    return confidences[place] if place < len(confidences) else None
 
 
 class DraftLengthController:
@@ -173,8 +177,7 @@ class DraftLengthController:
         self._num_compared = place + 1 if is_right else len(self._draft.tokens)
         is_miss = not is_right and not self.rate.num_right
         self._wait = min(2 * self._wait, MOST_WAITED) if is_miss else FIRST_ASKED
-        confidence = confidences[place] if place < len(confidences) else None
-        self.rate.add(is_right=is_right, confidence=confidence)
+        self.rate.add(is_right=is_right, confidence=_at(confidences, place))
 
     def _savings(
         self,

@@ -119,8 +119,8 @@ class Target:
     async def _scored(
         self, form: ScoreForm, request: RoundRequest
     ) -> tuple[RoundRequest, Scores, int] | None:
-        """Of the draft or of its beginning; and how many requests it took. None: the server has
-        too few scores of it."""
+        """One score missing at most, of the draft or of its beginning; and how many requests it
+        took. None: the server has fewer."""
         if not form.skips_cached:
             return request, await self.scores(form, request), 1
         for number in range(1, TRIES + 1):
