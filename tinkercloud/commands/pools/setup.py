@@ -40,7 +40,7 @@ def write_pool(arguments: Arguments, ask: Callable[[str], str] | None = None) ->
         workers += _answers(question, "a worker: local, [USER@]HOST or HOST:PORT, then ,CUDA0=8GiB")
     pool = made_pool(arguments, models, workers)
     path.write_text(pool_text(pool), encoding="utf-8")
-    yield f"wrote {path}: {len(pool.models)} models, {len(pool.workers)} workers"
+    yield f"wrote {path}: models: {len(pool.models)}, workers: {len(pool.workers)}"
     for worker in pool.workers:
         if worker.start == "by_hand":
             devices = " ".join(f"--device {gpu.device}" for gpu in worker.gpus)

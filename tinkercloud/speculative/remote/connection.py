@@ -135,5 +135,6 @@ class _KeyCheck(grpc.ServerInterceptor):
 def _refuse(_request: object, context: grpc.ServicerContext) -> None:
     context.abort(
         grpc.StatusCode.UNAUTHENTICATED,
-        "this worker wants its key; name the file that holds it (draft.remote_key_file)",
+        "this worker wants its key; name the file that holds it with --key-file, "
+        "for a server with --draft-remote-key-file",
     )
