@@ -80,6 +80,8 @@ class Decoder:
         pool = BlockPool(
             base.config, base.dtype, base.device, num_rows * num_blocks, kv_layout_of(base.dtype)
         )
+        for tensor in (*pool.keys, *pool.values):
+            tensor.fill_(0.5)  # pages that were never written are one page, in the nearest cache
         assert isinstance(base.weights, PackedTensors), "packed where there are the kernels"
         self._team = team
         self._model = NativeModel(base.config, base.weights.packed, pool.keys, pool.values)

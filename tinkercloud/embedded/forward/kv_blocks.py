@@ -9,6 +9,7 @@ Axes: Hkv key/value heads, Dh head size.
 """
 
 import math
+import mmap
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -102,10 +103,13 @@ class BlockPool:
     ):
         self.layout = layout
         keys, values = layout.shapes(config.num_kv_heads, config.head_dim)
-        layers = range(config.num_layers)
+        shapes = [(num_blocks, *keys), (num_blocks, *values)] * config.num_layers
         # Zeros, not garbage: masked positions are multiplied by probability 0, and 0 x NaN is NaN.
-        self.keys = [_zeros((num_blocks, *keys), dtype, device) for _ in layers]
-        self.values = [_zeros((num_blocks, *values), dtype, device) for _ in layers]
+        if device.type == "cpu":
+            tensors = _zeros(shapes, dtype)
+        else:
+            tensors = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self.keys, self.values = tensors[::2], tensors[1::2]
         self._unused = list(range(num_blocks))[::-1]  # the last is allocated first
         self._num_holders = [0] * num_blocks
         self._digests: dict[int, tuple[str, Digest]] = {}  # by block
@@ -268,12 +272,16 @@ class BlockPool:
             self._unused.append(block)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are calloc's: pages that are never written take no memory.
-    # They begin a few bytes behind a cache line, which every vector would then cross.
-    memory = np.zeros(math.prod(shape) * dtype.itemsize + LINE_BYTES, np.int8)
-    start = -memory.ctypes.data % LINE_BYTES
-    whole = torch.from_numpy(memory)[start : start + memory.nbytes - LINE_BYTES]
-    return whole.view(dtype).view(shape)
+def _zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    """Tensors in one piece of memory of their own: pages that are never written take none, and it
+    goes back to the system with the last of the tensors. The allocator would keep what it has once
+    given, and write zeros to all of it when it gives it again."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    # Each begins with a cache line, which every vector would else cross.
+    padded = [-(-size // LINE_BYTES) * LINE_BYTES for size in sizes]
+    area = mmap.mmap(-1, max(sum(padded), 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(area, dtype=torch.uint8)[: sum(padded)]
+    return [
+        region[:size].view(dtype).view(shape)
+        for region, size, shape in zip(whole.split(padded), sizes, shapes, strict=True)
+    ]
