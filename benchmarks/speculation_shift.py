@@ -7,7 +7,6 @@ is reported. `--picture` draws acceptance and tokens/s over the steps.
 """
 
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.lib.arguments import BenchmarkParser
 from benchmarks.lib.machine import ROOT, versions
-from benchmarks.lib.processes import awake, prepare_process, signal_family
+from benchmarks.lib.processes import prepare_process
 from benchmarks.lib.report import Cell, Report, Target, about
 from benchmarks.lib.server import MODEL, embedded_flags, sdk_datum, sdk_for
 from benchmarks.lib.smollm2 import weights
@@ -35,12 +35,13 @@ FLAGS = {
     FIXED: ("--speculate", "head", "--engine-draft-share", "0"),
     PLAIN: ("--speculate", "off"),
 }
-TIMES, LAST = 1.2, 4  # of plain, over so many last steps
+TIMES, LEAST_TIMES, LAST = 1.2, 0.95, 4  # of plain, over so many last steps
+QUIET_S = 2.0  # without new work of drafts, after which none is to come: it is reported each second
 ADJECTIVES = ("old", "silver", "quiet", "rusty", "golden", "salty", "broken", "drunken")
 NOUNS = ("captain", "parrot", "anchor", "harbour", "cannon", "compass", "sailor", "barrel")
 VERBS = ("watches", "steals", "guards", "follows", "buries", "carries")
 COLUMNS = (
-    *("steps", "server", "tokens/s", "times plain", "drafted tokens accepted"),
+    *("steps", "server", "at once", "tokens/s", "times plain", "drafted tokens accepted"),
     *("drafted tokens", "drafts used", "drafts refused", "step s"),
     *("capture s", "training s", "in quiet time s", "drafting s"),
 )
@@ -48,16 +49,19 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """samples: at once, each of a prompt of its own. data: examples of a step."""
+    """at_once: samples together, after each step `repeats` times each. data: examples of a step.
+    quiet_s: given at most to what drafts do after a step."""
 
     steps: int = 16
-    samples: int = 4
+    at_once: tuple[int, ...] = (1, 4)
+    repeats: int = 2
     tokens: int = 64
     data: int = 8
     rate: float = 2e-3
+    quiet_s: float = 60.0
 
 
-QUICK = Scale(steps=2, samples=2, tokens=16, data=2)
+QUICK = Scale(steps=2, at_once=(1, 2), repeats=1, tokens=16, data=2, quiet_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -87,18 +91,13 @@ class Costs:
 
 
 @dataclass
-class Curve:
-    """By step. seconds: of its samples; step_s: of all that a client waits for. judged, accepted:
-    drafted tokens. trainings: drafts used and refused, costs_s: what drafts have taken, up to
-    then."""
+class Samples:
+    """By step, of so many at once. seconds: of all of a step. judged, accepted: drafted tokens."""
 
     tokens: list[list[list[int]]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
     judged: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
-    trainings: list[dict[str, int]] = field(default_factory=list)
-    costs_s: list[Costs] = field(default_factory=list)
 
     def per_s(self, steps: slice) -> float:
         num = sum(len(sample) for step in self.tokens[steps] for sample in step)
@@ -107,6 +106,17 @@ class Curve:
     def acceptance(self, steps: slice) -> float | None:
         judged = sum(self.judged[steps])
         return sum(self.accepted[steps]) / judged if judged else None
+
+
+@dataclass
+class Curve:
+    """By step. samples: by how many at once. step_s: all that a client waits for. trainings: drafts
+    used and refused, costs_s: what drafts have taken, up to then."""
+
+    samples: dict[int, Samples]
+    step_s: list[float] = field(default_factory=list)
+    trainings: list[dict[str, int]] = field(default_factory=list)
+    costs_s: list[Costs] = field(default_factory=list)
 
 
 class Policy:
@@ -118,12 +128,7 @@ class Policy:
         self._model = service.create_lora_training_client(MODEL, rank=16, seed=0).result()
         self._tokenizer = self._model.get_tokenizer()
         self._before = (0, 0)
-        self.curve = Curve()
-
-    @property
-    def pid(self) -> int:
-        assert self._server.process is not None
-        return self._server.process.pid
+        self.curve = Curve({at_once: Samples() for at_once in scale.at_once})
 
     def step(self, number: int) -> None:
         tinker, scale, curve = self._tinker, self._scale, self.curve
@@ -134,36 +139,60 @@ class Policy:
         self._model.optim_step(tinker.AdamParams(learning_rate=scale.rate)).result()
         training.result()
         sampler = self._model.save_weights_and_get_sampling_client().result()
-        params = [
-            tinker.SamplingParams(
-                max_tokens=scale.tokens, temperature=1.0, seed=100 * number + i, stop=[]
-            )
-            for i in range(scale.samples)
-        ]
+        published = time.perf_counter()
+        for at_once, samples in curve.samples.items():
+            self._sample(sampler, number, at_once, samples)
+        sampled_s = sum(samples.seconds[-1] for samples in curve.samples.values())
+        curve.step_s.append(published - step_began + sampled_s)
+        speculation = self._rested()
+        following = speculation.get("following", {})
+        curve.trainings.append(following.get("trainings", {"used": 0, "refused": 0}))
+        curve.costs_s.append(Costs.of(speculation))
+
+    def _sample(self, sampler: Any, number: int, at_once: int, samples: Samples) -> None:
+        tinker, scale = self._tinker, self._scale
         prompt = tinker.ModelInput.from_ints(self._tokenizer.encode("The"))
         began = time.perf_counter()
-        futures = [
-            sampler.sample(prompt=prompt, num_samples=1, sampling_params=each) for each in params
-        ]
-        curve.tokens.append([list(future.result().sequences[0].tokens) for future in futures])
-        ended = time.perf_counter()
-        curve.seconds.append(ended - began)
-        curve.step_s.append(ended - step_began)
-        self._count()
+        tokens: list[list[int]] = []
+        for first in range(0, scale.repeats * at_once, at_once):
+            params = [
+                tinker.SamplingParams(
+                    max_tokens=scale.tokens, temperature=1.0, seed=100 * number + i, stop=[]
+                )
+                for i in range(first, first + at_once)
+            ]
+            futures = [
+                sampler.sample(prompt=prompt, num_samples=1, sampling_params=each)
+                for each in params
+            ]
+            tokens += [list(future.result().sequences[0].tokens) for future in futures]
+        samples.tokens.append(tokens)
+        samples.seconds.append(time.perf_counter() - began)
+        self._count(samples)
 
-    def _count(self) -> None:
+    def _count(self, samples: Samples) -> None:
         time.sleep(1.1)  # the engine reports once a second
-        health = self._server.http().get("/health").json()
-        speculation = health.get("speculation", {}).get(MODEL, {})
-        records = speculation.get("drafters", {}).values()
+        records = self._speculation().get("drafters", {}).values()
         depths = [depth for record in records for depth in record["depths"]]
         counts = tuple(int(sum(d[name] for d in depths)) for name in ("verified", "accepted"))
-        self.curve.judged.append(counts[0] - self._before[0])
-        self.curve.accepted.append(counts[1] - self._before[1])
+        samples.judged.append(counts[0] - self._before[0])
+        samples.accepted.append(counts[1] - self._before[1])
         self._before = (counts[0], counts[1])
-        following = speculation.get("following", {})
-        self.curve.trainings.append(following.get("trainings", {"used": 0, "refused": 0}))
-        self.curve.costs_s.append(Costs.of(speculation))
+
+    def _rested(self) -> dict[str, Any]:
+        """What the server says of drafts when they have nothing to do any more, or the time for
+        that is over."""
+        end, since = time.monotonic() + self._scale.quiet_s, time.monotonic()
+        last = self._speculation()
+        while (now := time.monotonic()) < end and now - since < QUIET_S:
+            time.sleep(0.3)
+            found = self._speculation()
+            if Costs.of(found) != Costs.of(last):
+                last, since = found, time.monotonic()
+        return last
+
+    def _speculation(self) -> dict[str, Any]:
+        return self._server.http().get("/health").json().get("speculation", {}).get(MODEL, {})
 
     def _datum(self, text: str) -> Any:
         tokens = np.array(self._tokenizer.encode(text), np.int64)
@@ -196,7 +225,6 @@ def serving(name: str, drafts: Path, scratch: Path) -> Iterator[Server]:
     try:
         yield server
     finally:
-        signal_family(server.process.pid if server.process else None, signal.SIGCONT)
         server.kill()  # what it would keep is in the way
 
 
@@ -209,22 +237,24 @@ def distil(data_dir: Path) -> Path:
 
 
 def curves(drafts: Path, scale: Scale) -> dict[str, Curve]:
-    """Each step on one server after the other, another one first each time, while the others are
-    stopped: they would share the cores. Raises AssertionError where samples differ."""
+    """Each step on one server after the other, another one first each time, while the others have
+    nothing to do. Raises AssertionError where samples differ."""
     policies: dict[str, Policy] = {}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         for name in FLAGS:
             server = stack.enter_context(serving(name, drafts, Path(scratch)))
             policies[name] = Policy(sdk_for(server), server, scale)
-            signal_family(policies[name].pid, signal.SIGSTOP)
         for number in range(scale.steps):
             for name in rotated(list(FLAGS), number):
-                with awake(policies[name]):
-                    policies[name].step(number)
-                rate = policies[name].curve.per_s(slice(number, number + 1))
-                print(f"{name}, step {number + 1}: {rate:.1f} tokens/s", file=sys.stderr)
-            tokens = [policy.curve.tokens[number] for policy in policies.values()]
-            assert all(each == tokens[0] for each in tokens), f"step {number + 1}: other samples"
+                policies[name].step(number)
+                samples = policies[name].curve.samples.items()
+                rates = [f"{each.per_s(slice(-1, None)):.1f} with {n}" for n, each in samples]
+                said = f"{name}, step {number + 1}: tokens/s {', '.join(rates)} at once"
+                print(said, file=sys.stderr)
+            for at_once in scale.at_once:
+                curves = [policy.curve.samples[at_once] for policy in policies.values()]
+                tokens = [curve.tokens[number] for curve in curves]
+                assert all(each == tokens[0] for each in tokens), f"{number + 1}: other samples"
     return {name: policy.curve for name, policy in policies.items()}
 
 
@@ -237,16 +267,17 @@ def rows(found: dict[str, Curve], scale: Scale) -> list[tuple[Cell, ...]]:
     third = max(scale.steps // 4, 1)
     parts = [slice(first, first + third) for first in range(0, scale.steps, third)]
     lines: list[tuple[Cell, ...]] = []
-    for part in parts:
-        plain = found[PLAIN].per_s(part)
+    for part, at_once in product(parts, scale.at_once):
+        plain = found[PLAIN].samples[at_once].per_s(part)
         for name, curve in found.items():
-            rate, trainings = curve.acceptance(part), curve.trainings[part][-1]
+            samples, trainings = curve.samples[at_once], curve.trainings[part][-1]
+            rate = samples.acceptance(part)
             before = curve.costs_s[part.start - 1] if part.start else Costs()
             lines.append(
                 (
-                    f"{part.start + 1} to {min(part.stop, scale.steps)}", name,
-                    round(curve.per_s(part), 1), round(curve.per_s(part) / plain, 2),
-                    "-" if rate is None else f"{rate:.0%}", sum(curve.judged[part]),
+                    f"{part.start + 1} to {min(part.stop, scale.steps)}", name, at_once,
+                    round(samples.per_s(part), 1), round(samples.per_s(part) / plain, 2),
+                    "-" if rate is None else f"{rate:.0%}", sum(samples.judged[part]),
                     trainings["used"], trainings["refused"],
                     round(float(np.mean(curve.step_s[part])), 1),
                     *curve.costs_s[part][-1].since(before),
@@ -256,37 +287,42 @@ def rows(found: dict[str, Curve], scale: Scale) -> list[tuple[Cell, ...]]:
 
 
 def targets(found: dict[str, Curve]) -> list[Target]:
-    last = slice(-LAST, None)
-    times = found[FOLLOWING].per_s(last) / found[PLAIN].per_s(last)
-    fixed = found[FIXED].per_s(last) / found[PLAIN].per_s(last)
-    return [
-        Target.at_least(f"{FOLLOWING}, last {LAST} steps: times plain", times, TIMES),
-        Target.at_least(f"{FIXED}, last {LAST} steps: times plain", fixed, 0.95),
-    ]
+    lines = []
+    for at_once, plain in found[PLAIN].samples.items():
+        for name, least in ((FOLLOWING, TIMES), (FIXED, LEAST_TIMES)):
+            last = slice(-LAST, None)
+            times = found[name].samples[at_once].per_s(last) / plain.per_s(last)
+            said = f"{name}, {at_once} at once, last {LAST} steps: times plain"
+            lines.append(Target.at_least(said, times, least))
+    return lines
 
 
 def draw(found: dict[str, Curve], path: Path) -> None:
-    """A PNG: acceptance above, tokens/s below."""
+    """A PNG: acceptance above, tokens/s below, by how many samples are at once."""
     from matplotlib.figure import Figure
 
     colours = {FOLLOWING: "#2563eb", FIXED: "#d97706", PLAIN: "#9aa3af"}
-    figure = Figure(figsize=(8.0, 5.6), dpi=130, layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    for name, curve in found.items():
-        steps = range(1, len(curve.seconds) + 1)
-        rates = [curve.acceptance(slice(i, i + 1)) for i in range(len(curve.seconds))]
-        if name != PLAIN:
-            shown = [np.nan if rate is None else 100 * rate for rate in rates]
-            upper.plot(steps, shown, ".-", color=colours[name], label=name)
-        speeds = [curve.per_s(slice(i, i + 1)) for i in range(len(curve.seconds))]
-        lower.plot(steps, speeds, ".-", color=colours[name], label=name)
-    upper.set_ylabel("drafted tokens accepted, %")
-    lower.set_ylabel("tokens/s")
-    lower.set_xlabel("steps of supervised learning to the planted style")
-    lower.set_ylim(bottom=0)
-    for axes in (upper, lower):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+    numbers = list(found[PLAIN].samples)
+    figure = Figure(figsize=(5.0 * len(numbers), 5.6), dpi=110, layout="constrained")
+    grid = figure.subplots(2, len(numbers), sharex=True, squeeze=False)
+    for (upper, lower), at_once in zip(grid.T, numbers, strict=True):
+        for name, curve in found.items():
+            samples = curve.samples[at_once]
+            parts = [slice(i, i + 1) for i in range(len(samples.seconds))]
+            steps = range(1, len(parts) + 1)
+            rates = [samples.acceptance(part) for part in parts]
+            if name != PLAIN:
+                shown = [np.nan if rate is None else 100 * rate for rate in rates]
+                upper.plot(steps, shown, ".-", color=colours[name], label=name)
+            speeds = [samples.per_s(part) for part in parts]
+            lower.plot(steps, speeds, ".-", color=colours[name], label=name)
+        upper.set(title=f"{at_once} at once", ylim=(0, 100))
+        lower.set(xlabel="steps of supervised learning to the style", ylim=(0, None))
+        for axes in (upper, lower):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize=8)
+    grid[0, 0].set_ylabel("drafted tokens accepted, %")
+    grid[1, 0].set_ylabel("tokens/s")
     figure.savefig(path, format="png", metadata={"Software": None})
 
 
@@ -320,14 +356,16 @@ def main() -> None:
 ABOUT = """\
 SmolLM2-135M-Instruct, a LoRA adapter of rank 16 and {scale.steps} steps of supervised learning, of
 {scale.data} examples each, towards a style that the model does not know. After each step
-{scale.samples} samples of {scale.tokens} tokens at temperature 1, together, then a second in which
-nobody asks for anything. The draft head was made for the base model; all settings but the one that
-is named are the defaults. Each step is made on one server after the other, another one first each
-time, while the others are stopped; their samples are equal, token by token. *accepted*: of the
-drafted tokens that were verified; where drafting does not pay, few are, as probes. *step*: all that
-a client waits for, training, publication and samples. The last four columns are the seconds that
-drafts took in these steps: hidden states copied out of the policy's passes, training beside the
-policy's, both in quiet time, and drafting in rounds of samples.
+samples of {scale.tokens} tokens at temperature 1, {scale.at_once[0]} at once and
+{scale.at_once[1]} at once, each {scale.repeats} times, then a time in which nobody asks for
+anything, until drafts have nothing more to learn, at most {scale.quiet_s:.0f} s. The draft head was
+made for the base model; all settings but the one that is named are the defaults. Each step is made
+on one server after the other, another one first each time; their samples are equal, token by token.
+*accepted*: of the drafted tokens that were verified; where drafting does not pay, few are, as
+probes. *step*: all that a client waits for, training, publication and samples. The last four
+columns are the seconds that drafts took in these steps, with any number at once: hidden states
+copied out of the policy's passes, training beside the policy's, both in quiet time, and drafting in
+rounds of samples.
 """
 
 if __name__ == "__main__":

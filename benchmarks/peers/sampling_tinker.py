@@ -47,9 +47,15 @@ class TinkerClient:
         return outcome(load, start, samples)
 
     async def sample(
-        self, prompt: Sequence[int], max_tokens: int, num_samples: int = 1, greedy: bool = False
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        num_samples: int = 1,
+        greedy: bool = False,
+        seed: int | None = None,
     ) -> list[list[int]]:
-        """The tokens of each sample. Raises httpx.HTTPError, or RequestFailed."""
+        """The tokens of each sample. seed None: the number of the request. Raises httpx.HTTPError,
+        or RequestFailed."""
         number = next(self._numbers)
         params = {"max_tokens": max_tokens, "temperature": 0.0 if greedy else 1.0, "stop": []}
         submitted = await self._api.post(
@@ -58,7 +64,12 @@ class TinkerClient:
             seq_id=number,
             num_samples=num_samples,
             prompt=text_prompt(prompt),
-            sampling_params={**params, "seed": number, "top_k": -1, "top_p": 1.0},
+            sampling_params={
+                **params,
+                "seed": number if seed is None else seed,
+                "top_k": -1,
+                "top_p": 1.0,
+            },
         )
         answer = await self._api.retrieve(submitted["request_id"], self._accept)
         if not answer.headers["content-type"].startswith(JSON):
@@ -86,10 +97,11 @@ class TinkerServer:
         self._stack = stack
 
     @classmethod
-    async def ours(cls, model: Path, dtype: str) -> "TinkerServer":
-        """model: GGUF file or Hugging Face folder."""
+    async def ours(cls, model: Path, dtype: str, *flags: str) -> "TinkerServer":
+        """model: GGUF file or Hugging Face folder. flags: more of the server's."""
         stack = ExitStack()
-        server = stack.enter_context(our_server(*embedded_flags(model, dtype), *engine_flags()))
+        flags = (*embedded_flags(model, dtype), *engine_flags(), *flags)
+        server = stack.enter_context(our_server(*flags))
         api = TinkerHttp.connect(server.base_url, server.api_key)
         pid = None if server.process is None else server.process.pid
         client = await TinkerClient.connect(api, MODEL)
