@@ -42,7 +42,9 @@ def test_every_page_has_a_claim_in_the_summary(results: dict[str, Report]):
 
 
 def test_a_claim_that_was_not_measured_is_left_out_of_the_summary(results: dict[str, Report]):
-    without = {name: report for name, report in results.items() if not name.startswith("concurrency")}
+    without = {
+        name: report for name, report in results.items() if not name.startswith("concurrency")
+    }
     text = render.summary(["sharing"], without)
     assert "throughput of 256 clients" not in text
     assert "sampling and training at once: training" in text
