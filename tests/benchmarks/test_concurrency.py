@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from benchmarks.concurrency import (
     Volume,
     draw,
     of,
+    shown_of,
     targets,
 )
 from benchmarks.peers.sampling_bench import Prompts
@@ -72,6 +74,13 @@ def test_other_samples_than_the_servers_are_a_fault():
     faults = {r.contender: r.fault for r in results if r.fault}
     assert faults == {WORKERS: "other samples than the server's"}
     assert all(result.goodput == 0 for result in of(results, WORKERS, DOCUMENTS))
+
+
+def test_a_faster_burst_does_not_hide_what_went_wrong_in_the_other():
+    [fast, slow, *_] = sorted(of(measured(), SERVER, DOCUMENTS), key=lambda each: each.wall_s)
+    assert shown_of(slow, fast) is shown_of(fast, slow) is fast
+    for wrong in (replace(slow, fault="other samples"), replace(slow, failed=1)):
+        assert shown_of(wrong, fast) is shown_of(fast, wrong) is wrong
 
 
 def measured() -> list[LoadResult]:
