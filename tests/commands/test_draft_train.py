@@ -16,6 +16,7 @@ from tinkercloud.core.types import FromBase
 from tinkercloud.embedded.draft_training.driver import Plan, TrainingResult
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import ConfigError, UserError
@@ -71,7 +72,7 @@ def test_the_distilled_head_is_accepted_more_often_in_the_engine_and_changes_not
     accepted = {}
     for name, drafts in (("fresh", fresh), ("distilled", distillation[0])):
         head = open_head(drafts, "best", version.base)
-        drafting = Drafting(lambda _, head=head: HeadDrafter(*head), 3)
+        drafting = Drafting(lambda _, head=head: HeadDrafter(TorchHead(*head)), 3)
         drafted = Sampler(store, speculate=drafting).one(base, request)
         for a, b in zip(drafted.sequences, plain.sequences, strict=True):
             assert np.array_equal(a.tokens, b.tokens)

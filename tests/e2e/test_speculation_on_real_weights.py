@@ -18,6 +18,7 @@ from tests.speculative.drafters.trial_drafters import trial_table
 from tests.waiting import wait_for
 from tinkercloud.core.types import SampleOutput, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.drafting.text_model_drafter import TextModelDrafter
 from tinkercloud.embedded.forward import runners
@@ -71,7 +72,7 @@ def drafter_of(version: Version, name: str) -> Drafter:
         pool = BlockPool(base.config, base.dtype, base.device, 64, runner.kv_layout(base))
         return ModelDrafter(version, runner, pool)
     if name == "head":
-        return HeadDrafter(*untaught_head(base, range(4096)))
+        return HeadDrafter(TorchHead(*untaught_head(base, range(4096))))
     return trial_table(base.config.vocab_size).make(name)
 
 

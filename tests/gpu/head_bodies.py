@@ -18,6 +18,7 @@ from tests.gpu.stream_bodies import RANKS, Load, engine_of
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.forward.batch import Batch, SequenceRows, ragged
 from tinkercloud.embedded.forward.kv_blocks import BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
@@ -94,7 +95,7 @@ class Remembering(HeadDrafter):
     """A head that knows nothing, and remembers what it was shown and what it said to that."""
 
     def __init__(self, base: BaseModel):
-        super().__init__(*untaught_head(base))
+        super().__init__(TorchHead(*untaught_head(base)))
         self.shown: list[tuple[Stream, int, Tensor]] = []
         self.drafts: dict[tuple[int, int, int], tuple[int, ...]] = {}  # by seed, sample and place
 

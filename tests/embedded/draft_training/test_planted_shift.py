@@ -30,6 +30,7 @@ from tinkercloud.embedded.draft_training.files import drafts_of, open_head
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.online_trainer import DraftTrainee
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
@@ -161,10 +162,10 @@ def test_a_head_falls_behind_a_new_style_and_catches_up_on_the_policys_own_passe
     distilled(scene.base, texts, config, folder, lambda line: None)
     head, params = open_head(folder, "best", scene.base.base)
     before = weights_of(scene.base.base)
-    before_training = acceptance(scene, scene.policy, HeadDrafter(head, params))
+    before_training = acceptance(scene, scene.policy, HeadDrafter(TorchHead(head, params)))
     dataset = SequenceDataset(1 << 28, 4, Mix(held_out_one_in=5))
     seen_in_training(scene, head.config.layers, dataset)
-    drafter = HeadDrafter(head, params)
+    drafter = HeadDrafter(TorchHead(head, params))
     trainee = DraftTrainee(HeadTrainer(head, params, HeadObjective()), dataset, drafter.use)
     driver, result = trained(trainee, folder, Plan(num_steps=50, peak_rate=3e-3))
     assert result.promoted

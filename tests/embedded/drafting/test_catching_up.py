@@ -9,6 +9,7 @@ import torch
 from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import open_store
 from tinkercloud.core.types import SamplingParams
+from tinkercloud.embedded.drafting.compiled_head import CompiledHead
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
@@ -28,7 +29,7 @@ def base(folder: Path) -> BaseModel:
 
 
 def head_drafter(base: BaseModel) -> Drafter:
-    return HeadDrafter(*untaught_head(base), product=NativeRunner(1).product)
+    return HeadDrafter(CompiledHead(*untaught_head(base), base, NativeRunner(1).team))
 
 
 def model_drafter(base: BaseModel) -> Drafter:

@@ -22,6 +22,7 @@ from tests.embedded.tiny import VOCAB, Sampler, ask, open_store, random_prompt, 
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded.drafting import model_drafter
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.drafting.network_drafter import row_params
 from tinkercloud.embedded.forward import runners
@@ -100,7 +101,7 @@ def test_a_model_with_the_targets_noise_is_accepted_as_often_as_its_distribution
 def test_a_head_is_accepted_as_often_as_its_distributions_say(folder: Path) -> None:
     store = open_store(folder)
     base = store.publish(FromBase("tiny"))
-    drafter = HeadDrafter(*untaught_head(store.base("tiny")), audit_every=1)
+    drafter = HeadDrafter(TorchHead(*untaught_head(store.base("tiny"))), audit_every=1)
     sampler = Sampler(store, speculate=Drafting(lambda _: drafter, 3))
     sampler.run(mixture(base, 12, 1.0, use_eos=False))
     snapshot = sampler.engine.speculation()[0]["tiny"]

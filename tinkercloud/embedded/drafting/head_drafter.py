@@ -9,18 +9,20 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from tinkercloud.decoding.device_copy import to_device
-from tinkercloud.embedded.drafting.compiled_head import CompiledHead, Product
+from tinkercloud.embedded.drafting.compiled_head import CompiledHead
+from tinkercloud.embedded.drafting.head_network import (
+    ChainRequest,
+    HeadNetwork,
+    TorchHead,
+    UnreadRows,
+)
 from tinkercloud.embedded.drafting.network_drafter import row_params
 from tinkercloud.embedded.forward.runners import NativeRunner, Runner
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import one_torch_thread
 from tinkercloud.speculative.drafters.draft_distribution import AUDIT_EVERY, AuditSchedule
 from tinkercloud.speculative.drafters.drafter import NO_DRAFT, Draft, Drafter, Stream
-from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
-from tinkercloud.speculative.head.draft import ChainStart, draft_chains
 from tinkercloud.speculative.head.head import Head
 
 MAX_UNREAD = 256  # rows of a sample that wait for `propose`; older ones are dropped
@@ -41,43 +43,32 @@ class _Reader:
 
 
 class HeadDrafter(Drafter):
-    """Parameters may be replaced between rounds (`use`). It computes on the target's device; where
-    there is a `product`, on the compiled pass's."""
+    """Parameters may be replaced between rounds (`use`)."""
 
     name = "head"
     is_coupled = True
 
-    def __init__(
-        self,
-        head: Head,
-        params: Mapping[str, Tensor],
-        audit_every: int = AUDIT_EVERY,
-        product: Product | None = None,
-    ):
-        self.head = head
-        self._network = head if product is None else CompiledHead(head, product)
-        self._params = self._network.placed(params)
-        self.layers = head.config.layers
+    def __init__(self, network: HeadNetwork, audit_every: int = AUDIT_EVERY):
+        self._network = network
+        self.layers = network.head.config.layers
         self._audits = AuditSchedule(audit_every)
-        self._cache = HeadCache(head, 1)
-        self._free = [0]
         self._readers: dict[int, _Reader] = {}
 
     @property
+    def head(self) -> Head:
+        return self._network.head
+
+    @property
     def params(self) -> dict[str, Tensor]:
-        return dict(self._params)
+        return dict(self._network.params)
 
     def use(self, params: Mapping[str, Tensor]) -> None:
-        self._params = self._network.placed(params)
+        self._network.use(params)
         for reader in self._readers.values():
             self._begin_anew(reader)
 
     def begin(self, stream: Stream) -> None:
-        if not self._free:
-            num_slots = len(self._cache.lengths)
-            self._cache.reserve(2 * num_slots, 0)
-            self._free = list(range(num_slots, 2 * num_slots))
-        self._readers[stream.id] = _Reader(stream, self._free.pop())
+        self._readers[stream.id] = _Reader(stream, self._network.begin())
 
     def observe_hidden(self, stream: Stream, first: int, hidden: Tensor) -> None:
         """hidden (n, L, D): the target's states after the tokens from place `first` on, all of
@@ -97,9 +88,7 @@ class HeadDrafter(Drafter):
             reader.first = end - len(newest)
 
     def end(self, stream: Stream) -> None:
-        reader = self._readers.pop(stream.id)
-        self._cache.rewind(reader.slot, 0)
-        self._free.append(reader.slot)
+        self._network.end(self._readers.pop(stream.id).slot)
 
     @torch.inference_mode()
     def catch_up(self, streams: Sequence[Stream]) -> None:
@@ -123,55 +112,41 @@ class HeadDrafter(Drafter):
         """Their unread states, each with the token after it, but for so many of the last ones."""
         if not readers:
             return
-        for reader in readers:
-            if self._cache.lengths[reader.slot] + reader.num_unread > MAX_CONTEXT:
-                self._cache.rewind(reader.slot, 0)
-        states = [torch.cat(reader.unread) for reader in readers]
-        counts = [reader.num_unread - num_left for reader in readers]
-        unread = torch.cat([each[:n] for each, n in zip(states, counts, strict=True)])
-        features = self._network.fuse(self._params, unread).split(counts)
-        tokens = [
-            torch.tensor(r.stream.tokens[r.first + 1 : r.first + 1 + count])
-            for r, count in zip(readers, counts, strict=True)
-        ]
-        assert [len(ids) for ids in tokens] == counts, "states of tokens that were not accepted"
-        new = NewRows(
-            [r.slot for r in readers],
-            pad_sequence(list(features), batch_first=True),
-            to_device(pad_sequence(tokens, batch_first=True), self.head.device),
-            counts,
-        )
-        outputs = extend(self._network, self._params, self._cache, new)
-        for i, (reader, count) in enumerate(zip(readers, counts, strict=True)):
-            reader.output = outputs[i, count - 1]
-            reader.unread = [states[i][count:]] if num_left else []
-            reader.num_unread, reader.first = num_left, reader.first + count
+        unread = [self._taken(reader, reader.num_unread - num_left) for reader in readers]
+        for reader, output in zip(readers, self._network.read(unread), strict=True):
+            if output is None:
+                self._begin_anew(reader)
+            reader.output = output
+
+    def _taken(self, reader: _Reader, count: int) -> UnreadRows:
+        if self._network.length(reader.slot) + count > MAX_CONTEXT:
+            self._network.empty(reader.slot)
+        states = reader.unread[0] if len(reader.unread) == 1 else torch.cat(reader.unread)
+        tokens = reader.stream.tokens[reader.first + 1 : reader.first + 1 + count]
+        assert len(tokens) == count, "states of tokens that were not accepted"
+        reader.num_unread -= count
+        reader.unread = [states[count:]] if reader.num_unread else []
+        reader.first += count
+        return UnreadRows(reader.slot, states[:count], tokens)
 
     def _drafts(self, ready: Sequence[tuple[_Reader, int]]) -> dict[int, Draft]:
-        depth = max(most for _, most in ready)
-        outputs = [reader.output for reader, _ in ready if reader.output is not None]
-        rows = [[row_params(reader.stream, k) for reader, _ in ready] for k in range(depth)]
-        takes = self._audits.takes
-        audited = [
-            i for i, (reader, _) in enumerate(ready) if takes(reader.stream.params.temperature)
-        ]
-        slots = [reader.slot for reader, _ in ready]
-        start = ChainStart(slots, torch.stack(outputs), rows, audited)
-        chains = draft_chains(self._network, self._params, self._cache, start)
-        # One copy for both: each copy to the host waits for the device. float64 holds any token id.
-        values = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
-        tokens, confidences = [[int(token) for token in row] for row in values[0]], values[1]
-        return {
-            reader.stream.id: Draft(
-                tuple(tokens[i][:most]),
-                tuple(confidences[i][:most]),
-                tuple(chains.distributions.get(i, ())[:most]),
+        requests = [
+            ChainRequest(
+                reader.slot,
+                reader.output,
+                row_params(reader.stream, 0),
+                most,
+                self._audits.takes(reader.stream.params.temperature),
             )
-            for i, (reader, most) in enumerate(ready)
-        }
+            for reader, most in ready
+            if reader.output is not None
+        ]
+        drafts = self._network.drafts(requests)
+        streams = [reader.stream.id for reader, _ in ready]
+        return dict(zip(streams, drafts, strict=True))
 
     def _begin_anew(self, reader: _Reader) -> None:
-        self._cache.rewind(reader.slot, 0)
+        self._network.empty(reader.slot)
         reader.unread, reader.num_unread, reader.output = [], 0, None
 
 
@@ -179,7 +154,11 @@ def head_drafter(
     head: tuple[Head, Mapping[str, Tensor]], base: BaseModel, runner: Runner
 ) -> HeadDrafter:
     """On what the engine computes with; the target's passes keep the states that it reads."""
-    product = runner.product if isinstance(runner, NativeRunner) else None
-    drafter = HeadDrafter(*head, product=product)
+    network: HeadNetwork
+    if isinstance(runner, NativeRunner):
+        network = CompiledHead(*head, base, runner.team)
+    else:
+        network = TorchHead(*head)
+    drafter = HeadDrafter(network)
     runner.capture(base, drafter.layers)
     return drafter

@@ -36,7 +36,6 @@ from tinkercloud.embedded.model.packed_tensors import PackedTensors
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.bindings import AdapterTable, NativeModel, log_sum_exp, scan
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.embedded.native.packed import product
 from tinkercloud.embedded.native.team import Team
 
 _BASE = "base "
@@ -103,10 +102,9 @@ class NativeRunner:
     def __init__(self, num_threads: int):
         self.scores: RowScores | None = None
         self.candidates: Candidates | None = None
-        self._team = Team(num_threads)
-        self.scan: Scan | None = partial(scan, self._team)
-        self.norms: Norms = partial(log_sum_exp, self._team)
-        self.product = partial(product, self._team)
+        self.team = Team(num_threads)
+        self.scan: Scan | None = partial(scan, self.team)
+        self.norms: Norms = partial(log_sum_exp, self.team)
         self._models: dict[str, tuple[BlockPool, NativeModel]] = {}
         self._adapters: dict[str, AdapterTable] = {}
         self._angles: dict[str, tuple[Tensor, Tensor]] = {}  # by base; they grow as needed
@@ -131,7 +129,7 @@ class NativeRunner:
         model = self._model(batch.versions[0][0], pool)
         rotary = self._rotary(batch.base, int(batch.positions.max()) + 1)
         layers = self._layers.get(batch.base.name, ())
-        result = model.forward(self._team, batch, rotary, segments, layers)
+        result = model.forward(self.team, batch, rotary, segments, layers)
         scores, self.captured, self.candidates = result.scores, result.captured, result.candidates
         self.scores = None if scores is None else RowScores(scores.logits, scores.norms)
         return result.logits
@@ -162,7 +160,7 @@ class NativeRunner:
         if version.id not in self._adapters:
             assert version.adapter is not None
             layers = version.base.config.num_layers
-            self._adapters[version.id] = AdapterTable(self._team, version.adapter, layers)
+            self._adapters[version.id] = AdapterTable(self.team, version.adapter, layers)
         return self._adapters[version.id]
 
 

@@ -223,6 +223,7 @@ class _Structures:
             config.logit_cap,
             embedding.address,
             embedding.width,
+            embedding.is_narrow,
             self._norm("model.norm"),
             self._linear("lm_head"),
             self._layers,

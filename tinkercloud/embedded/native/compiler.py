@@ -19,7 +19,7 @@ from tinkercloud.embedded.native.instruction_sets import (
     processor_lines,
     processor_sets,
 )
-from tinkercloud.embedded.native.structures import Batch, Model, Scan, check_structures
+from tinkercloud.embedded.native.structures import Batch, Chains, Model, Scan, check_structures
 from tinkercloud.errors import ConfigError
 
 __all__ = ["flags_in_use", "instruction_set", "library", "processor", "source", "usable_sets"]
@@ -49,6 +49,7 @@ def library() -> c.CDLL | None:
     loaded.team_new.argtypes = (c.c_int,)
     loaded.team_end.argtypes = (c.c_void_p,)
     loaded.forward.argtypes = (c.c_void_p, c.POINTER(Model), c.POINTER(Batch))
+    loaded.draft_chains.argtypes = (c.c_void_p, c.POINTER(Model), c.POINTER(Chains))
     loaded.scan.argtypes = (c.c_void_p, c.POINTER(Scan))
     loaded.log_sum_exp.argtypes = (c.c_void_p, c.c_void_p, c.c_int64, c.c_int64, c.c_void_p)
     logger.info("compiled kernels: instruction set %s", loaded.instruction_set().decode())

@@ -32,6 +32,14 @@ class Layer(c.Structure):
     )
 
 
+class DraftHead(c.Structure):
+    _fields_ = (
+        ("fuse", Linear),
+        ("num_states", c.c_int64),
+        *((name, c.c_void_p) for name in ("embed_norm", "feature_norm", "ids")),
+    )
+
+
 class Model(c.Structure):
     _fields_ = (
         *(
@@ -44,10 +52,11 @@ class Model(c.Structure):
         *((name, c.c_float) for name in ("eps", "score_scale", "score_cap")),
         *((name, c.c_float) for name in ("embedding_scale", "residual_scale", "logit_cap")),
         ("embed", c.c_void_p),
-        ("embed_width", c.c_int64),
+        *((name, c.c_int64) for name in ("embed_width", "embed_is_narrow")),
         ("final_norm", c.c_void_p),
         ("head", Linear),
         ("layers", c.POINTER(Layer)),
+        ("draft", c.POINTER(DraftHead)),
     )
 
 
@@ -113,7 +122,18 @@ class Batch(c.Structure):
         *((name, c.c_void_p) for name in ("captured_layers", "captured", "hidden", "logits")),
         ("scores", c.POINTER(Scores)),
         ("drawing", c.POINTER(Drawing)),
-        ("times", c.c_void_p),
+        *((name, c.c_void_p) for name in ("times", "states")),
+    )
+
+
+class Chains(c.Structure):
+    _fields_ = (
+        *((name, c.c_int64) for name in ("chains", "steps")),
+        *((name, c.c_void_p) for name in ("most", "outputs", "lengths", "tables")),
+        ("table_stride", c.c_int64),
+        *((name, c.c_void_p) for name in ("cosine", "sine")),
+        ("draws", c.POINTER(Draw)),
+        *((name, c.c_void_p) for name in ("tokens", "chances")),
     )
 
 
@@ -180,11 +200,13 @@ class LinearGradient(c.Structure):
 MIRRORS: dict[str, type[c.Structure]] = {
     "linear": Linear,
     "layer": Layer,
+    "draft_head": DraftHead,
     "model": Model,
     "lora": Lora,
     "segment": Segment,
     "kept": Kept,
     "batch": Batch,
+    "chains": Chains,
     "scores": Scores,
     "drawing": Drawing,
     "draw": Draw,

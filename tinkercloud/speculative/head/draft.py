@@ -9,6 +9,7 @@ Axes: B sequences, K drafted tokens, D hidden, Vd draft vocabulary.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,21 @@ from tinkercloud.speculative.drafters.draft_distribution import DraftDistributio
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.head import Head, Params
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
+
+
+class ChainSteps(Protocol):
+    """A head at the ends of B sequences."""
+
+    @property
+    def vocabulary(self) -> DraftVocabulary: ...
+
+    def logits(self, output: Tensor) -> Tensor:
+        """output (B, D): the block's of each sequence's last row -> (B, Vd)."""
+        ...
+
+    def extended(self, output: Tensor, tokens: Tensor) -> Tensor:
+        """One more row each, int64 (B,), with these outputs in the features' place: theirs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +99,42 @@ def draft_chains(head: Head, params: Params, cache: HeadCache, start: ChainStart
     """K = len(start.rows) tokens for each sequence. The cache's lengths stay as they were: after
     verification the rows come again, with the target's features in place of the head's outputs."""
     lengths = [cache.lengths[slot] for slot in start.slots]
+    chains = drawn_chains(_CacheSteps(head, params, cache, start.slots), start)
+    for slot, length in zip(start.slots, lengths, strict=True):
+        cache.rewind(slot, length)
+    return chains
+
+
+@torch.no_grad()
+def drawn_chains(steps: ChainSteps, start: ChainStart) -> Chains:
+    """`draft_chains`, whatever computes the head; of `start` the slots are the caller's."""
     output, tokens, chances = start.output, [], []
     distributions: dict[int, list[DraftDistribution]] = {b: [] for b in start.audited}
     for step, rows in enumerate(start.rows):
-        drawn = draw(head.logits(params, output), rows, head.vocabulary)
+        drawn = draw(steps.logits(output), rows, steps.vocabulary)
         tokens.append(drawn.tokens)
         chances.append(drawn.chances)
         for b, chain in distributions.items():
-            chain.append(DraftDistribution.of(drawn.probs[b], head.vocabulary.ids))
+            chain.append(DraftDistribution.of(drawn.probs[b], steps.vocabulary.ids))
         if step + 1 < len(start.rows):
-            new = NewRows(start.slots, output[:, None], drawn.tokens[:, None], [1] * len(lengths))
-            output = extend(head, params, cache, new)[:, 0]
-    for slot, length in zip(start.slots, lengths, strict=True):
-        cache.rewind(slot, length)
+            output = steps.extended(output, drawn.tokens)
     return Chains(torch.stack(tokens, -1), torch.stack(chances, -1), distributions)
+
+
+@dataclass(frozen=True, slots=True)
+class _CacheSteps:
+    head: Head
+    params: Params
+    cache: HeadCache
+    slots: Sequence[int]
+
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        return self.head.vocabulary
+
+    def logits(self, output: Tensor) -> Tensor:
+        return self.head.logits(self.params, output)
+
+    def extended(self, output: Tensor, tokens: Tensor) -> Tensor:
+        new = NewRows(self.slots, output[:, None], tokens[:, None], [1] * len(self.slots))
+        return extend(self.head, self.params, self.cache, new)[:, 0]

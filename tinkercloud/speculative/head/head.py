@@ -157,10 +157,15 @@ class Head:
         embedded = self.frozen.embed(tokens).float()
         normed = self._norm(params, "embed_norm", embedded)
         x = torch.cat((normed, self._norm(params, "feature_norm", feature)), -1)
-        angles = positions.float().unsqueeze(-1) * self._frequencies
-        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        cos, sin = self.rotary(positions)
         q, k, v = map(self._heads, self._linears(params, QKV, x))
         return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (..., R / 2) of positions (...), of the R dimensions of a head that are
+        rotated."""
+        angles = positions.float().unsqueeze(-1) * self._frequencies
+        return angles.cos() * self._magnitude, angles.sin() * self._magnitude
 
     def finish(self, params: Params, feature: Tensor, mixed: Tensor) -> Tensor:
         """feature (B, N, D), attention's result (B, Hq, N, Dh) -> the block's output (B, N, D)."""
@@ -172,10 +177,7 @@ class Head:
 
     def logits(self, params: Params, output: Tensor) -> Tensor:
         """(..., D) -> (..., Vd), float32."""
-        return self._unembedded(self._norm(params, "norm", output))
-
-    def _unembedded(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.frozen.unembed)
+        return F.linear(self._norm(params, "norm", output), self.frozen.unembed)
 
     def _linears(self, params: Params, names: tuple[str, ...], x: Tensor) -> list[Tensor]:
         """Modules that read the same inputs."""

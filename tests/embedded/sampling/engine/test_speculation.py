@@ -32,6 +32,7 @@ from tinkercloud.core.types import FromBase
 from tinkercloud.decoding.sampler import RowParams, warp
 from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
@@ -136,7 +137,7 @@ def test_a_head_drafts_from_the_targets_hidden_states_and_changes_nothing(
     base = store.publish(FromBase("tiny"))
     requests = mixture(base, 5, temperature, use_eos=False, **more)
     plain = Sampler(store, num_threads=2).run(requests)
-    drafting = Drafting(lambda _: HeadDrafter(*untaught_head(store.base("tiny"))), most)
+    drafting = Drafting(lambda _: HeadDrafter(TorchHead(*untaught_head(store.base("tiny")))), most)
     sampler = Sampler(store, num_threads=2, speculate=drafting)
     all_same(sampler.run(requests), plain)
     snapshot = sampler.engine.speculation()[0]["tiny"]
@@ -150,7 +151,7 @@ def test_a_heads_cache_equals_that_of_the_finished_text(store: ModelStore) -> No
     base = store.publish(FromBase("tiny"))
     prompt = random_prompt(12, 1)
     request = ask(prompt, max_tokens=40, seed=3, use_eos=False)
-    drafter, fresh = (HeadDrafter(*untaught_head(store.base("tiny"))) for _ in range(2))
+    drafter, fresh = (HeadDrafter(TorchHead(*untaught_head(store.base("tiny")))) for _ in range(2))
     engine = Sampler(store, speculate=Drafting(lambda _: drafter, 3)).engine
     engine.submit(store.version(base), request, lambda output: None)
     for _ in range(12):

@@ -20,6 +20,7 @@ from tests.embedded.tiny import ask
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.decoding.sampler import RowParams
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
+from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
@@ -154,7 +155,7 @@ def model(base: BaseModel) -> ModelDrafter:
 DRAFTERS: dict[str, Callable[[BaseModel], Drafter]] = {
     "suffix": lambda base: SuffixDrafter(),
     "model": model,
-    "head": lambda base: HeadDrafter(*untaught_head(base)),
+    "head": lambda base: HeadDrafter(TorchHead(*untaught_head(base))),
 }
 
 

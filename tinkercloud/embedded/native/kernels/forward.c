@@ -45,9 +45,14 @@ static output_t added_output(const walk_t *w, int64_t index, int leaf, const flo
   return output;
 }
 
+static int num_narrow_rows(const model_t *model) {
+  if (!model->is_narrow) return 0;
+  return model->draft ? NARROW_ROWS : STATES;
+}
+
 /* What products read beyond a row's inputs; but for errors nobody else writes there. */
 static void clear_rests(const pass_t *p, int64_t m) {
-  for (int i = 0; i < NARROW_ROWS; i++) {
+  for (int i = 0; i < num_narrow_rows(p->model); i++) {
     const narrow_rows_t *rows = &p->narrow_rows[i];
     size_t rest = (size_t)(rows->width - rows->in) * sizeof(narrow);
     for (int64_t copy = 0; copy < (i == NORMED ? p->num_normed : 1); copy++)
@@ -56,8 +61,8 @@ static void clear_rests(const pass_t *p, int64_t m) {
 }
 
 static void embed_row(const model_t *model, int64_t token, float *x) {
-  const char *at = weight_at(model->embed, model->is_narrow, model->embed_width, token);
-  read_weights(at, model->is_narrow, model->hidden, x);
+  const char *at = weight_at(model->embed, model->embed_is_narrow, model->embed_width, token);
+  read_weights(at, model->embed_is_narrow, model->hidden, x);
   if (model->embedding_scale == 1.0f) return;
   for (int64_t i = 0; i < model->hidden; i++) x[i] *= model->embedding_scale;
 }
@@ -77,15 +82,19 @@ static void begin(walk_t *w, int64_t index) {
 
 static void norm_input(walk_t *w, int64_t index) {
   const layer_t *layer = layer_of(w, index);
-  norm_rows(w, layer->input_norm, &layer->linear[Q], NULL);
+  if (w->p->model->draft)
+    join_inputs(w);
+  else
+    norm_rows(w, layer->input_norm, &layer->linear[Q], NULL);
 }
 
 static void read_queries_and_keys(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
   output_t outputs[] = {output_of(w, index, Q, p->q), output_of(w, index, K_, p->k),
                         output_of(w, index, V_, p->v)};
-  const normed_t *x = &w->normed;
-  multiply_modules(w, &(read_t){x->wide, &x->narrow, p->batch->rows, outputs, 3, NULL});
+  const narrow_rows_t *narrow_rows =
+      p->model->draft ? &p->narrow_rows[JOINED] : &w->normed.narrow;
+  multiply_modules(w, &(read_t){w->normed.wide, narrow_rows, p->batch->rows, outputs, 3, NULL});
 }
 
 static void keep_raw_heads(walk_t *w, int64_t index) {
@@ -185,7 +194,7 @@ typedef struct {
 
 /* In the order of a pass; those of a layer are taken for each layer. */
 enum {
-  BEGIN,
+  BEGIN, FUSE,
   NORM_INPUT, READ_QUERIES_AND_KEYS, KEEP_RAW_HEADS, PLACE, MIX, KEEP_ATTENTION, ADD_MIXED,
   ADD_NORMED_MIXED, NORM_MIDDLE, GATE_AND_UP, ADD_GATED, ADD_NORMED_FED,
   NORM_FINAL,
@@ -197,6 +206,7 @@ enum {
 
 static const step_t steps[NUM_STEPS] = {
     [BEGIN] = {"embed", begin, 1},
+    [FUSE] = {"fuse states", fuse_states, 1 + PRODUCT_STAGES},
     [NORM_INPUT] = {"norm before attention", norm_input, 1},
     [READ_QUERIES_AND_KEYS] = {"q, k, v", read_queries_and_keys, PRODUCT_STAGES},
     [KEEP_RAW_HEADS] = {"keep heads", keep_raw_heads, 1},
@@ -230,7 +240,7 @@ static int64_t stages_of(int first, int last) {
 }
 
 static int64_t stages_of_pass(const pass_t *p) {
-  return stages_of(BEGIN, BEGIN) + p->model->num_layers * stages_of(NORM_INPUT, ADD_NORMED_FED) +
+  return stages_of(BEGIN, FUSE) + p->model->num_layers * stages_of(NORM_INPUT, ADD_NORMED_FED) +
          stages_of(NORM_FINAL, DRAW) + p->batch->num_captured;
 }
 
@@ -272,6 +282,7 @@ static void run(team_t *team, int rank, void *argument) {
   walk_t walk = {.p = p, .team = team, .rank = rank, .normed = normed_of(p, rank)}, *w = &walk;
   step_time_t *times = rank == 0 ? batch->times : NULL;
   take_steps(w, times, BEGIN, BEGIN, 0);
+  if (batch->states) take_steps(w, times, FUSE, FUSE, 0);
   for (int64_t i = batch->first_layer; i < batch->end_layer; i++) {
     take_steps(w, times, NORM_INPUT, ADD_NORMED_FED, i);
     if (i + 1 < num_layers) capture(w, i + 1, p->x);
@@ -310,8 +321,10 @@ static int64_t lay_out(pass_t *p, int threads, float *memory) {
     floats += rounded_up(sizes[i] * rows, LINE);
   }
   const linear_t *first = model->layers[0].linear; /* those of other layers are as wide */
-  const linear_t *readers[NARROW_ROWS] = {&first[Q], &first[O], &first[DOWN], &model->head};
-  for (int i = 0; i < NARROW_ROWS && model->is_narrow; i++) {
+  const linear_t *readers[NARROW_ROWS] = {
+      [NORMED] = &first[GATE], [MIXED] = &first[O],  [GATED] = &first[DOWN],
+      [CHOSEN] = &model->head, [JOINED] = &first[Q], [STATES] = model->draft ? &model->draft->fuse : NULL};
+  for (int i = 0; i < num_narrow_rows(model); i++) {
     int64_t in = readers[i]->in, width = readers[i]->width;
     int64_t count = i == NORMED ? p->num_normed * rows : rows;
     p->narrow_rows[i] = (narrow_rows_t){(narrow *)(memory + floats), in, width};
@@ -344,7 +357,8 @@ int forward(team_t *team, const model_t *model, const batch_t *batch) {
   p.max_rank = (largest_rank(&p) + LINE - 1) / LINE * LINE; /* whole cache lines for each thread */
   p.low_stride = 3 * p.max_rank;
   p.num_normed = batch->rows * model->hidden <= OWN_NORMS && !batch->kept ? team->size : 1;
-  p.tiles_place = tiles_are_alone(&p) && !batch->kept;
+  int has_layers = batch->first_layer < batch->end_layer; /* else there may be no positions */
+  p.tiles_place = has_layers && !batch->kept && tiles_are_alone(&p);
   float *memory = scratch(team, (size_t)lay_out(&p, team->size, NULL) * sizeof(float));
   p.next_task = calloc((size_t)stages_of_pass(&p), sizeof(atomic_long));
   int failed = memory == NULL || p.next_task == NULL;

@@ -44,6 +44,16 @@ typedef struct {
    gate^3), which is the tanh form of GELU. */
 enum { SILU, GELU_TANH };
 
+/* What makes a draft head of a network with one layer (draft_head.c). A row's inputs are a feature,
+   in x, and a token of the target's; q, k and v read both, normed and side by side, the token's
+   embedding first. Its number type is narrow, whatever the target's is. */
+typedef struct {
+  linear_t fuse;      /* of a target's states, side by side, to a feature */
+  int64_t num_states; /* that it reads of each row */
+  const float *embed_norm, *feature_norm;
+  const int64_t *ids; /* [vocab], ascending: the target's number of each token that it can draft */
+} draft_head_t;
+
 typedef struct {
   int64_t num_layers, hidden, heads, kv_heads, head_dim, inner, vocab, is_narrow;
   int64_t norm_spans_heads, activation;
@@ -53,11 +63,12 @@ typedef struct {
   float score_scale, score_cap; /* cap * tanh(score / cap) in place of each score; 0: none */
   float embedding_scale, residual_scale; /* residual: of what attention and MLP add */
   float logit_cap; /* as score_cap, of logits */
-  const void *embed; /* packed [vocab, hidden] */
-  int64_t embed_width;
+  const void *embed; /* packed [vocab, hidden]; of a draft head all of the target's */
+  int64_t embed_width, embed_is_narrow;
   const float *final_norm;
   linear_t head;
   const layer_t *layers;
+  const draft_head_t *draft; /* NULL: it is none */
 } model_t;
 
 typedef struct {
@@ -113,7 +124,7 @@ typedef struct {
 } drawing_t;
 
 /* A pass may be cut between layers, and before the logits: a part of it computes the embeddings
-   where `embeds`, the layers first_layer..end_layer - 1, after the model's last layer the final
+   where `embeds`, of a draft head the features where there are `states`, the layers first_layer..end_layer - 1, after the model's last layer the final
    norm where `hidden` is given, and from that the logits of `logit_rows`, `scores` and `drawing`. */
 typedef struct {
   int64_t rows, embeds, first_layer, end_layer;
@@ -137,6 +148,23 @@ typedef struct {
   const scores_t *scores; /* or NULL */
   const drawing_t *drawing; /* or NULL */
   step_time_t *times;    /* out: [num_steps], added to what is there; or NULL */
+  const float *states;   /* of a draft head: [rows][num_states][D], the target's; or NULL */
 } batch_t;
+
+/* Chains of tokens that a draft head draws one after the other, each of a sequence of its own. A
+   token's row takes the places behind those that the sequence has in its blocks; no one reads them
+   there afterwards. */
+typedef struct {
+  int64_t chains, steps;
+  const int64_t *most;    /* [chains], 1..steps: tokens of each */
+  const float *outputs;   /* [chains][D]: the layer's, of each sequence's last row */
+  const int32_t *lengths; /* [chains]: rows of each sequence */
+  const int32_t *tables;  /* [chains][table_stride] */
+  int64_t table_stride;
+  const float *cosine, *sine;
+  const draw_t *draws; /* [chains]: of the first token; the next ones have the next positions */
+  int64_t *tokens;     /* out: [chains][steps], the target's; -1 from where nothing can be drawn */
+  float *chances;      /* out: [chains][steps], what the head gave each */
+} chains_t;
 
 #endif

@@ -21,7 +21,8 @@ typedef struct {
   int64_t in, width;
 } narrow_rows_t;
 
-enum { NORMED, MIXED, GATED, CHOSEN, NARROW_ROWS };
+/* Of a draft head alone: STATES, and JOINED, which is what its q, k and v read. */
+enum { NORMED, MIXED, GATED, CHOSEN, STATES, JOINED, NARROW_ROWS };
 
 /* What a norm puts out, for products to read. */
 typedef struct {
@@ -175,6 +176,15 @@ INTERNAL void choose_scored(walk_t *w, int64_t index);
 INTERNAL void score_targets(walk_t *w, int64_t index);
 INTERNAL void choose_rows(walk_t *w, const int64_t *rows, int64_t count);
 INTERNAL void visit_partitions(walk_t *w, const int64_t *rows, int64_t count, visit_t *visit);
+
+/* ---- forward.c */
+
+int forward(team_t *team, const model_t *model, const batch_t *batch);
+
+/* ---- draft_head.c, steps of a pass */
+
+INTERNAL void fuse_states(walk_t *w, int64_t index);
+INTERNAL void join_inputs(walk_t *w);
 
 /* ---- draw.c, steps of a pass */
 
