@@ -84,7 +84,7 @@ def test_it_drafts_what_the_head_on_torch_drafts_but_for_rounding(
         assert len(one.tokens) == len(other.tokens) == DEPTH
         same += one.tokens == other.tokens
         if one.tokens[0] == other.tokens[0]:
-            assert one.confidences[0] == pytest.approx(other.confidences[0], rel=0.1)
+            assert one.confidences[0] == pytest.approx(other.confidences[0], abs=0.1)
     assert same >= NUM_SAMPLES - 3
 
 
@@ -104,7 +104,7 @@ def test_chains_in_one_call_are_those_that_are_drawn_from_logits(
     for i, (one, other) in enumerate(zip(at_once, audited, strict=True)):
         assert len(one.tokens) == depth(i)
         assert one.tokens == other.tokens
-        assert one.confidences == pytest.approx(other.confidences, rel=1e-4)
+        assert one.confidences == pytest.approx(other.confidences, abs=1e-3)
         assert one.distributions == ()
         assert len(other.distributions) == (depth(i) if temperature else 0)
         for token, distribution in zip(other.tokens, other.distributions, strict=False):

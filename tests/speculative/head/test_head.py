@@ -163,6 +163,11 @@ def test_noise_of_some_tokens_is_that_of_the_sampler():
         assert torch.equal(noise, whole[ids])
 
 
+def noise_at(rows, temperature):
+    noise = gumbel_noise_at(rows, torch.arange(V))
+    return noise if temperature else torch.zeros_like(noise)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 1.0), (0, 0.8)])
 def test_a_draft_with_the_targets_distribution_draws_the_targets_token(temperature, top_k, top_p):
@@ -172,8 +177,9 @@ def test_a_draft_with_the_targets_distribution_draws_the_targets_token(temperatu
     rows = [a_row(temperature=temperature, cut=(top_k, top_p), position=i) for i in range(40)]
     drawn = draw(logits, rows, vocabulary)
     assert torch.equal(drawn.tokens, sample(logits, rows).tokens)
-    chances = drawn.chances
-    assert ((chances > 0) & (chances <= 1)).all()
+    weights = torch.sort(drawn.probs.log() + noise_at(rows, temperature), descending=True).values
+    lead = weights[:, 0] - weights[:, 1]
+    assert torch.allclose(drawn.confidences, 1 - torch.exp(-lead), atol=1e-4)
 
 
 def test_on_a_trimmed_vocabulary_the_token_is_the_targets_wherever_it_can_be():
@@ -210,7 +216,7 @@ def test_a_chain_is_what_drafting_token_by_token_gives(more):
     rows = [[a_row(position=7 + k, sample_index=b, **more) for b in range(2)] for k in range(4)]
     chains = draft_chains(head, params, cache, ChainStart([0, 1], output, rows, [1]))
     assert set(chains.distributions) == {1}
-    assert chains.tokens.shape == chains.chances.shape == (2, 4)
+    assert chains.tokens.shape == chains.confidences.shape == (2, 4)
     assert cache.lengths == [6, 6]
     for b in range(2):
         text = tokens[b].tolist()

@@ -27,7 +27,7 @@ from tinkercloud.embedded.native.packed import pack
 from tinkercloud.embedded.native.team import Team
 from tinkercloud.embedded.native.train_bindings import training_team
 from tinkercloud.speculative.drafters.drafter import Draft
-from tinkercloud.speculative.head.draft import drawn_chains
+from tinkercloud.speculative.head.draft import confidences_of, drawn_chains
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
@@ -122,9 +122,10 @@ class CompiledHead:
             [request.first for request in requests],
             [request.most for request in requests],
         )
-        tokens, chances = self._native.chains(self._team, ends)
+        tokens, leads = self._native.chains(self._team, ends)
+        confidences = confidences_of(torch.from_numpy(leads)).tolist()
         counts = (tokens >= 0).sum(-1).tolist()
-        rows = zip(tokens.tolist(), chances.tolist(), counts, strict=True)
+        rows = zip(tokens.tolist(), confidences, counts, strict=True)
         return [Draft(tuple(ids[:count]), tuple(probs[:count])) for ids, probs, count in rows]
 
     def _drawn_from_logits(self, requests: Sequence[ChainRequest]) -> list[Draft]:

@@ -136,7 +136,7 @@ def chain_start(requests: Sequence[ChainRequest]) -> ChainStart:
 
 def drafts_of(requests: Sequence[ChainRequest], chains: Chains) -> list[Draft]:
     # One copy for both: each copy to the host waits for the device. float64 holds any token id.
-    values = torch.stack((chains.tokens.double(), chains.chances.clamp(0, 1).double())).tolist()
+    values = torch.stack((chains.tokens.double(), chains.confidences.clamp(0, 1).double())).tolist()
     tokens, confidences = [[int(token) for token in row] for row in values[0]], values[1]
     return [
         Draft(

@@ -156,21 +156,21 @@ class NativeHead:
         return logits
 
     def chains(self, team: Team, ends: Ends) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens, -1 where none can be drawn, and what the head gave them, (B, K), K the largest of
-        `most`."""
+        """Tokens, -1 where none can be drawn, and by how much each one's score leads the second
+        best (`speculative.head.draft.confidences`), (B, K), K the largest of `most`."""
         num, steps = len(ends.lengths), max(ends.most)
-        tokens, chances = np.empty((num, steps), np.int64), np.empty((num, steps), np.float32)
+        tokens, leads = np.empty((num, steps), np.int64), np.empty((num, steps), np.float32)
         counts, before = np.array(ends.most, np.int64), np.array(ends.lengths, np.int32)
         outputs, tables = ends.outputs.contiguous(), np.ascontiguousarray(ends.tables)
         cosine, sine = (angle.data_ptr() for angle in self._rotary)
         request = Chains(
             *(num, steps, counts.ctypes.data, outputs.data_ptr(), before.ctypes.data),
             *(tables.ctypes.data, tables.shape[1], cosine, sine, draws_of(ends.first)),
-            *(tokens.ctypes.data, chances.ctypes.data),
+            *(tokens.ctypes.data, leads.ctypes.data),
         )
         if team.library.draft_chains(team.handle, c.byref(self._model), c.byref(request)):
             raise MemoryError(f"no memory to draft {num} samples")
-        return tokens, chances
+        return tokens, leads
 
     def _run(self, team: Team, batch: Batch) -> None:
         if team.library.forward(team.handle, c.byref(self._model), c.byref(batch)):

@@ -106,6 +106,15 @@ class Drawing(c.Structure):
     )
 
 
+class Guesses(c.Structure):
+    _fields_ = (
+        ("num_rows", c.c_int64),
+        ("rows", c.c_void_p),
+        ("draws", c.POINTER(Draw)),
+        *((name, c.c_void_p) for name in ("ids", "leads")),
+    )
+
+
 class Batch(c.Structure):
     _fields_ = (
         *((name, c.c_int64) for name in ("rows", "embeds", "first_layer", "end_layer")),
@@ -123,6 +132,7 @@ class Batch(c.Structure):
         ("scores", c.POINTER(Scores)),
         ("drawing", c.POINTER(Drawing)),
         *((name, c.c_void_p) for name in ("times", "states")),
+        ("guesses", c.POINTER(Guesses)),
     )
 
 
@@ -133,7 +143,7 @@ class Chains(c.Structure):
         ("table_stride", c.c_int64),
         *((name, c.c_void_p) for name in ("cosine", "sine")),
         ("draws", c.POINTER(Draw)),
-        *((name, c.c_void_p) for name in ("tokens", "chances")),
+        *((name, c.c_void_p) for name in ("tokens", "leads")),
     )
 
 
@@ -206,6 +216,7 @@ MIRRORS: dict[str, type[c.Structure]] = {
     "segment": Segment,
     "kept": Kept,
     "batch": Batch,
+    "guesses": Guesses,
     "chains": Chains,
     "scores": Scores,
     "drawing": Drawing,

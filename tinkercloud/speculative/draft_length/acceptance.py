@@ -25,6 +25,7 @@ Mask = NDArray[np.bool_]
 EDGES = np.array((0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97))
 BUCKETS = len(EDGES) + 1
 DEEPER_LEANING = 2.0
+MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Acceptance:
         self._accepted = np.zeros((max_depth, BUCKETS))
         self._requested = np.zeros(max_depth)  # sequences asked for this depth, verified up to it
         self._verified = np.zeros(max_depth)
+        self._asked = np.zeros(max_depth)  # the same, of drafts that came as far as the one before
+        self._seen = np.zeros((max_depth, BUCKETS))  # tokens that came, verified or not
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._rates = self._fitted()
 
@@ -84,11 +87,24 @@ class Acceptance:
         rates = np.minimum(rates * self._factors(num_sequences, groups), 1.0)
         return rows, rows * np.cumprod(rates, 1)
 
+    def forecast_chosen(
+        self, num_sequences: int, groups: Sequence[Hashable], least: float
+    ) -> tuple[Array, Array]:
+        """`forecast` where a token is verified as long as its own rate and that of all before it are
+        `least` or more: of drafts that are often sure and often not, long ones bring most."""
+        lean = self._prior.leaning
+        came = (self._seen.sum(1) + lean) / (self._asked + lean)
+        rates = np.minimum(self._rates * self._factors(num_sequences, groups)[:, :, None], 1.0)
+        chosen = self._shares() * (rates >= least) * np.minimum(came, 1.0)[:, None]
+        return np.cumprod(chosen.sum(-1), 1), np.cumprod((chosen * rates).sum(-1), 1)
+
     def learn(self, last_round: Round) -> None:
         if not any(last_round.confidences):
-            self._requested[0] += sum(limit > 0 for limit in last_round.limits)
+            num_asked = sum(limit > 0 for limit in last_round.limits)
+            self._requested[0] += num_asked
+            self._asked[0] += num_asked
             return
-        padded, _ = self._padded(last_round.confidences)
+        padded, lengths = self._padded(last_round.confidences)
         depths = np.arange(len(self._judged))
 
         def reaches(counts: Sequence[int]) -> Mask:
@@ -106,21 +122,29 @@ class Acceptance:
         within = reaches([num + 1 for num in last_round.verified])
         self._requested += (reaches(last_round.limits) & within).sum(0)
         self._verified += reaches(last_round.verified).sum(0)
+        came, ahead = reaches(lengths.tolist()), reaches((lengths + 1).tolist())
+        self._asked += (reaches(last_round.limits) & ahead).sum(0)
+        np.add.at(self._seen, (columns[came], buckets[came]), 1.0)
         self._rates = self._fitted()
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
-        for counts in (self._judged, self._accepted, self._requested, self._verified):
+        for counts in (
+            *(self._judged, self._accepted, self._requested, self._verified),
+            *(self._asked, self._seen),
+        ):
             counts *= factor
         self._rates = self._fitted()
 
     def expect(self, rates: Sequence[float]) -> None:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
-        last of them tokens are accepted as often as there."""
+        last of them tokens are accepted as often as there. Which confidences are better than others
+        is taken to be as it was."""
         depths = np.minimum(np.arange(len(self._judged)), len(rates) - 1)
-        num = self._prior.expected / BUCKETS
-        self._judged[:] = num
-        self._accepted[:] = num * np.array(rates, np.float64)[depths, None]
+        shares = self._shares()
+        expected = _with_means(self._rates, shares, np.array(rates, np.float64)[depths])
+        self._judged[:] = self._prior.expected * shares
+        self._accepted[:] = self._judged * expected
         self._requested[:] = self._verified[:] = self._prior.expected
         self._groups.clear()
         self._rates = self._fitted()
@@ -139,6 +163,15 @@ class Acceptance:
             rate = (accepted[depth] + deeper_lean * rate) / (judged[depth] + deeper_lean)
             rates[depth] = (self._accepted[depth] + lean * rate) / (self._judged[depth] + lean)
         return rates
+
+    def _shares(self) -> Array:
+        """(D, C): of the tokens that come at a depth, those of each confidence. With few counts it
+        leans on the depths before."""
+        lean, shares = self._prior.leaning, np.empty_like(self._seen)
+        before = np.full(BUCKETS, 1.0 / BUCKETS)
+        for depth, seen in enumerate(self._seen):
+            before = shares[depth] = (seen + lean * before) / (seen.sum() + lean)
+        return shares
 
     def _padded(self, confidences: Sequence[Sequence[float]]) -> tuple[Array, NDArray[np.int64]]:
         depth = len(self._judged)
@@ -167,6 +200,19 @@ class Acceptance:
             self._groups[group] = (num_expected, fade * num_accepted + float(accepted[i].sum()))
         while len(self._groups) > self._prior.num_groups:
             self._groups.popitem(last=False)
+
+
+def _with_means(rates: Array, shares: Array, means: Array) -> Array:
+    """rates (D, C) whose odds are multiplied by one number for each depth, such that their means,
+    weighted with `shares`, are `means` (D,)."""
+    inside = np.clip(rates, 0.01, 0.99)
+    logits = np.log(inside / (1.0 - inside))
+    low, high = np.full(len(means), -MOST_SHIFT), np.full(len(means), MOST_SHIFT)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        is_low = (shares / (1.0 + np.exp(-logits - middle[:, None]))).sum(1) < means
+        low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
+    return 1.0 / (1.0 + np.exp(-logits - low[:, None]))
 
 
 def _buckets(confidences: Array) -> NDArray[np.int64]:

@@ -96,7 +96,7 @@ class Planner:
 
         All depths are tried where one more costs a step, else the deepest only.
         """
-        rows, survival = self._estimates.acceptance.forecast(len(self._loads), self._groups())
+        rows, survival = self._forecast(free=free or self.is_free)
         if perfect:
             rows = np.ones_like(rows)
             survival[:] = np.cumprod(BEST_RATE * rows, 1)
@@ -105,6 +105,14 @@ class Planner:
         depths = (most,) if free or self.is_free else range(1, most + 1)
         plans = [self._plan_of_depth(survival[:, :d], rows[:, :d], free) for d in depths]
         return max(plans, key=lambda allocation: allocation.goodput)
+
+    def _forecast(self, *, free: bool) -> tuple[Array, Array]:
+        many, acceptance = len(self._loads), self._estimates.acceptance
+        if free:
+            return acceptance.forecast(many, self._groups())
+        # A row that is certain to be right is one of the plain round's; one more takes this share.
+        twice_ms = float(self.target_ms(np.array([float(many)]))[0])
+        return acceptance.forecast_chosen(many, self._groups(), twice_ms / self.plain_ms() - 1.0)
 
     def _plan_of_depth(self, survival: Array, rows: Array, free: bool) -> Allocation:
         drafting, steps = self._estimates.drafting, survival.shape[1]

@@ -52,21 +52,21 @@ class ChainStart:
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """tokens int64 (B, K), ids of the target; chances float32 (B, K): what the draft gave each.
+    """tokens int64 (B, K), ids of the target; confidences float32 (B, K), of each.
     distributions: by audited chain, what each of its K tokens was drawn from."""
 
     tokens: Tensor
-    chances: Tensor
+    confidences: Tensor
     distributions: Mapping[int, Sequence[DraftDistribution]]
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
     """tokens int64 (B,), as the target numbers them. probs (B, Vd): the draft's distribution
-    over its own vocabulary; chances (B,): what it gave the tokens."""
+    over its own vocabulary; confidences (B,): see `confidences_of`."""
 
     tokens: Tensor
-    chances: Tensor
+    confidences: Tensor
     probs: Tensor
 
 
@@ -80,9 +80,20 @@ def draw(logits: Tensor, rows: Sequence[RowParams], vocabulary: DraftVocabulary)
         is_drawn = to_device(torch.tensor([not row.is_greedy for row in rows]), weights.device)
         scores = torch.where(is_drawn[:, None], weights + noise, weights)
     best = lowest_argmax(scores)
-    probs = torch.softmax(weights, -1)
-    chances = probs.gather(-1, best[:, None])[:, 0]
-    return DrawnTokens(vocabulary.ids.to(best.device)[best], chances, probs)
+    seconds = scores.scatter(-1, best[:, None], float("-inf")).amax(-1)
+    leads = scores.gather(-1, best[:, None])[:, 0] - seconds
+    tokens = vocabulary.ids.to(best.device)[best]
+    return DrawnTokens(tokens, confidences_of(leads), torch.softmax(weights, -1))
+
+
+def confidences_of(leads: Tensor) -> Tensor:
+    """0..1, of tokens whose scores, with the noise, lead those of the second best ones by so much.
+
+    The target has the same noise, so that a token which leads by far is accepted where the
+    distributions are only about the same, whatever its probability is: of words that are all
+    alike each is unlikely, and the one that is drawn is mostly right.
+    """
+    return -torch.expm1(-leads)
 
 
 def _noise(rows: Sequence[RowParams], vocabulary: DraftVocabulary) -> Tensor:
@@ -108,17 +119,17 @@ def draft_chains(head: Head, params: Params, cache: HeadCache, start: ChainStart
 @torch.no_grad()
 def drawn_chains(steps: ChainSteps, start: ChainStart) -> Chains:
     """`draft_chains`, whatever computes the head; of `start` the slots are the caller's."""
-    output, tokens, chances = start.output, [], []
+    output, tokens, confidences = start.output, [], []
     distributions: dict[int, list[DraftDistribution]] = {b: [] for b in start.audited}
     for step, rows in enumerate(start.rows):
         drawn = draw(steps.logits(output), rows, steps.vocabulary)
         tokens.append(drawn.tokens)
-        chances.append(drawn.chances)
+        confidences.append(drawn.confidences)
         for b, chain in distributions.items():
             chain.append(DraftDistribution.of(drawn.probs[b], steps.vocabulary.ids))
         if step + 1 < len(start.rows):
             output = steps.extended(output, drawn.tokens)
-    return Chains(torch.stack(tokens, -1), torch.stack(chances, -1), distributions)
+    return Chains(torch.stack(tokens, -1), torch.stack(confidences, -1), distributions)
 
 
 @dataclass(frozen=True, slots=True)

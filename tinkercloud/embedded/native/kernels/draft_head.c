@@ -52,18 +52,110 @@ void join_inputs(walk_t *w) {
   end_stage(w);
 }
 
-/* ---- chains */
+/* ---- guesses: the draw of draw.c by scores in float32. What a draft head draws changes no result,
+   so that two scores which differ by a rounding may change places; it has few tokens, and the noise
+   of each is computed. */
 
-#define OFFERED 16 /* tokens of a row that may win; two are many */
+void choose_guessed(walk_t *w, int64_t index) {
+  (void)index;
+  choose_rows(w, w->p->batch->guesses->rows, w->p->batch->guesses->num_rows);
+}
+
+/* Random numbers of some tokens, by their numbers among the target's, ascending: of as many as one
+   call gives. Returns the place behind the last of them. */
+static int64_t find_words(const noise_key_t *key, const int64_t *ids, int64_t first, int64_t size,
+                          uint32_t *out) {
+  uint64_t blocks[COUNTERS] = {0};
+  uint32_t words[GROUP];
+  int64_t last = -1, end = first, counter = 0;
+  for (; end < size; end++) {
+    uint64_t block = (uint64_t)ids[end] / BLOCK_WORDS;
+    if (last >= 0 && blocks[last] == block) continue;
+    if (last == COUNTERS - 1) break;
+    blocks[++last] = block;
+  }
+  philox(blocks, key, words);
+  for (int64_t i = first; i < end; i++) {
+    counter += blocks[counter] != (uint64_t)ids[i] / BLOCK_WORDS;
+    out[i] = words[word_at(counter, ids[i])];
+  }
+  return end;
+}
+
+/* Of a uniform u: -log(-log1p(-u)), which is -log u where u is small. */
+INLINE vec noise_of(vec u) {
+  vec series = u * fused(u, all(0.5f), all(1.0f)), exact = all(0.0f) - log_vec(all(1.0f) - u);
+  ivec is_small = u < all(1e-3f);
+  return all(0.0f) - log_vec((vec)(((ivec)series & is_small) | ((ivec)exact & ~is_small)));
+}
+
+static void add_noise(const draw_t *draw, const int64_t *ids, int64_t size, float *scores) {
+  noise_key_t key = key_of(draw);
+  uint32_t words[PARTITION];
+  for (int64_t first = 0; first < size;) first = find_words(&key, ids, first, size, words);
+  for (int64_t i = 0; i < size; i += LANES) {
+    int64_t count = MIN(LANES, size - i);
+    float u[LANES] = {0};
+    for (int64_t j = 0; j < count; j++) u[j] = ((float)words[i + j] + 0.5f) * 0x1p-32f;
+    vec noise = noise_of(load(u));
+    if (count == LANES)
+      store(scores + i, load(scores + i) + noise);
+    else
+      for (int64_t j = 0; j < count; j++) scores[i + j] += noise[j];
+  }
+}
+
+/* Lower ids come first. */
+static guess_t better(guess_t a, guess_t b) {
+  if (b.best > a.best) return (guess_t){b.id, b.best, MAX(a.best, b.second)};
+  return (guess_t){a.id, a.best, MAX(a.second, b.best)};
+}
+
+static guess_t guess_of(const float *scores, range_t tokens) {
+  int64_t size = tokens.end - tokens.first, at = 0;
+  guess_t guess = {-1, -INFINITY, -INFINITY};
+  float best = largest(scores, size);
+  while (at < size && scores[at] != best) at++;
+  if (at == size) return guess; /* they are no numbers */
+  float second = MAX(largest(scores, at), largest(scores + at + 1, size - at - 1));
+  return (guess_t){tokens.first + at, best, second};
+}
+
+static void guess_part(const walk_t *w, int64_t row, int64_t part, float *logits) {
+  const pass_t *p = w->p;
+  const draw_t *draw = &p->batch->guesses->draws[row];
+  range_t tokens = partition_at(p->model->vocab, part);
+  int64_t size = tokens.end - tokens.first;
+  float t = draw->temperature;
+  if (t > 0.0f && t != 1.0f)
+    for (int64_t i = 0; i < size; i++) logits[i] = logits[i] / t;
+  if (t > 0.0f) add_noise(draw, p->model->draft->ids + tokens.first, size, logits);
+  p->guesses[row * partitions_of(p->model->vocab) + part] = guess_of(logits, tokens);
+}
+
+void guess_tokens(walk_t *w, int64_t index) {
+  (void)index;
+  const guesses_t *guesses = w->p->batch->guesses;
+  int64_t count = partitions_of(w->p->model->vocab);
+  visit_partitions(w, guesses->rows, guesses->num_rows, guess_part);
+  EACH_ROW(w, m, guesses->num_rows) {
+    guess_t guess = w->p->guesses[m * count];
+    for (int64_t part = 1; part < count; part++)
+      guess = better(guess, w->p->guesses[m * count + part]);
+    guesses->ids[m] = guess.id;
+    guesses->leads[m] = guess.best - guess.second;
+  }
+  end_stage(w);
+}
+
+/* ---- chains */
 
 /* What a step reads and writes, of the chains that are not at their ends. */
 typedef struct {
-  float *x, *hidden, *weights;
-  double *norms;
-  int64_t *tokens, *rows, *chain, *count, *ids;
+  float *x, *hidden, *leads;
+  int64_t *tokens, *rows, *chain, *ids;
   draw_t *draws;
   int32_t *positions, *sequence;
-  uint32_t *words;
 } step_rows_t;
 
 static int64_t lay_out_step(step_rows_t *r, int64_t rows, int64_t d, char *memory) {
@@ -71,13 +163,11 @@ static int64_t lay_out_step(step_rows_t *r, int64_t rows, int64_t d, char *memor
     void *place; /* where the array's address goes */
     size_t bytes;
   } arrays[] = {
-      {&r->x, (size_t)d * sizeof *r->x},       {&r->hidden, (size_t)d * sizeof *r->hidden},
-      {&r->weights, OFFERED * sizeof *r->weights}, {&r->norms, sizeof *r->norms},
-      {&r->tokens, sizeof *r->tokens},         {&r->rows, sizeof *r->rows},
-      {&r->chain, sizeof *r->chain},           {&r->count, sizeof *r->count},
-      {&r->ids, OFFERED * sizeof *r->ids},     {&r->draws, sizeof *r->draws},
-      {&r->positions, sizeof *r->positions},   {&r->sequence, sizeof *r->sequence},
-      {&r->words, OFFERED * sizeof *r->words}};
+      {&r->x, (size_t)d * sizeof *r->x}, {&r->hidden, (size_t)d * sizeof *r->hidden},
+      {&r->leads, sizeof *r->leads},     {&r->tokens, sizeof *r->tokens},
+      {&r->rows, sizeof *r->rows},       {&r->chain, sizeof *r->chain},
+      {&r->ids, sizeof *r->ids},         {&r->draws, sizeof *r->draws},
+      {&r->positions, sizeof *r->positions}, {&r->sequence, sizeof *r->sequence}};
   int64_t bytes = 0;
   for (int i = 0; i < COUNT(arrays); i++) {
     char *at = memory ? memory + bytes : NULL;
@@ -87,31 +177,16 @@ static int64_t lay_out_step(step_rows_t *r, int64_t rows, int64_t d, char *memor
   return bytes;
 }
 
-/* The place of the token that a row draws among those offered; -1 for none. Lower ids come first. */
-static int64_t winner(const step_rows_t *r, int64_t row) {
-  int64_t best = -1, first = row * OFFERED;
-  double most = -INFINITY;
-  for (int64_t i = 0; i < r->count[row]; i++) {
-    double score = r->draws[row].temperature > 0.0f
-                       ? score_of(r->weights[first + i], r->words[first + i])
-                       : r->weights[first + i];
-    if (!(score > most)) continue;
-    most = score;
-    best = first + i;
-  }
-  return best;
-}
-
 /* Notes what each row has drawn, and moves those that draw again to the front; how many do. */
 static int64_t end_step(const model_t *model, const chains_t *c, step_rows_t *r, int64_t rows,
                         int64_t step) {
   int64_t d = model->hidden, kept = 0;
   for (int64_t i = 0; i < rows; i++) {
-    int64_t chain = r->chain[i], at = winner(r, i);
-    if (at < 0) continue;
-    int64_t token = model->draft->ids[r->ids[at]];
+    int64_t chain = r->chain[i];
+    if (r->ids[i] < 0) continue;
+    int64_t token = model->draft->ids[r->ids[i]];
     c->tokens[chain * c->steps + step] = token;
-    c->chances[chain * c->steps + step] = (float)exp(MIN(0.0, r->weights[at] - r->norms[i]));
+    c->leads[chain * c->steps + step] = r->leads[i];
     if (step + 1 >= c->most[chain]) continue;
     memmove(r->x + kept * d, r->x + i * d, (size_t)d * sizeof *r->x);
     r->tokens[kept] = token;
@@ -128,13 +203,12 @@ static int draw_step(team_t *team, const model_t *model, const chains_t *c, step
     r->draws[i] = c->draws[r->chain[i]];
     r->draws[i].position += (uint64_t)step;
   }
-  drawing_t drawing = {rows, OFFERED, r->rows, r->draws, r->norms, r->count, r->ids, r->words,
-                       r->weights};
+  guesses_t guesses = {rows, r->rows, r->draws, r->ids, r->leads};
   /* What the layer has put out for the last rows is there: the first tokens need no layer. */
   batch_t batch = {.rows = rows, .first_layer = step ? 0 : 1, .end_layer = 1, .x = r->x,
                    .tokens = r->tokens, .positions = r->positions, .sequence = r->sequence,
                    .tables = c->tables, .table_stride = c->table_stride, .cosine = c->cosine,
-                   .sine = c->sine, .hidden = r->hidden, .drawing = &drawing};
+                   .sine = c->sine, .hidden = r->hidden, .guesses = &guesses};
   return forward(team, model, &batch);
 }
 
@@ -148,7 +222,7 @@ int draft_chains(team_t *team, const model_t *model, const chains_t *c) {
   memcpy(r.x, c->outputs, (size_t)(rows * d) * sizeof *r.x);
   for (int64_t i = 0; i < c->chains * c->steps; i++) {
     c->tokens[i] = -1;
-    c->chances[i] = 0.0f;
+    c->leads[i] = 0.0f;
   }
   for (int64_t i = 0; i < rows; i++) {
     r.rows[i] = r.chain[i] = i;

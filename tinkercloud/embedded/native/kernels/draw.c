@@ -58,53 +58,14 @@ typedef struct {
   int count; /* more than fit: nobody knows which */
 } lucky_t;
 
-static void note_lucky(lucky_t *lucky, int64_t place) {
-  if (lucky->count++ < COUNT(lucky->places)) lucky->places[lucky->count - 1] = (int32_t)place;
-}
-
-/* The random numbers of a partition's tokens. ids: where not all tokens of the target's can be
-   drawn, which these are; their numbers follow each other, else they lie as `word_in` says. */
-typedef struct {
-  uint32_t words[PARTITION];
-  const int64_t *ids;
-} noise_t;
-
-INLINE uint32_t word_at_place(const noise_t *noise, int64_t place) {
-  return noise->ids ? noise->words[place] : word_in(noise->words, place);
-}
-
-/* Of ascending ids those of as many counters as go together; the place behind the last of them. */
-static int64_t find_some(const noise_key_t *key, noise_t *noise, int64_t first, int64_t size) {
-  uint64_t blocks[COUNTERS] = {0};
-  uint32_t words[GROUP];
-  int64_t last = -1, end = first;
-  for (; end < size; end++) {
-    uint64_t block = (uint64_t)noise->ids[end] / BLOCK_WORDS;
-    if (last >= 0 && blocks[last] == block) continue;
-    if (last == COUNTERS - 1) break;
-    blocks[++last] = block;
-  }
-  philox(blocks, key, words);
-  int64_t counter = 0;
-  for (int64_t i = first; i < end; i++) {
-    counter += blocks[counter] != (uint64_t)noise->ids[i] / BLOCK_WORDS;
-    noise->words[i] = words[word_at(counter, noise->ids[i])];
-  }
-  return end;
-}
-
-static void find_noise(const noise_key_t *key, range_t tokens, noise_t *noise, lucky_t *lucky) {
+static void find_noise(const noise_key_t *key, range_t tokens, uint32_t *words, lucky_t *lucky) {
   int64_t size = tokens.end - tokens.first;
-  for (int64_t first = 0, end; first < size; first = end) {
-    if (noise->ids) {
-      end = find_some(key, noise, first, size);
-    } else {
-      philox_group(tokens.first + first, key, noise->words + first);
-      end = MIN(first + GROUP, size);
-      if (!any_lucky(noise->words + first)) continue;
-    }
-    for (int64_t i = first; i < end; i++)
-      if (word_at_place(noise, i) < LUCKY_WORD) note_lucky(lucky, i);
+  for (int64_t group = 0; group < size; group += GROUP) {
+    philox_group(tokens.first + group, key, words + group);
+    if (!any_lucky(words + group)) continue;
+    for (int64_t i = group; i < MIN(group + GROUP, size); i++)
+      if (word_in(words, i) < LUCKY_WORD && lucky->count++ < COUNT(lucky->places))
+        lucky->places[lucky->count - 1] = (int32_t)i;
   }
 }
 
@@ -115,23 +76,22 @@ static int64_t place_of(const float *weights, int64_t size, float weight) {
 }
 
 static void offer_best(offers_t *offers, const draw_t *draw, _Atomic double *bound,
-                       const float *weights, range_t tokens, float top, const int64_t *ids) {
+                       const float *weights, range_t tokens, float top) {
   int64_t size = tokens.end - tokens.first, best = place_of(weights, size, top);
   noise_key_t key = key_of(draw);
-  noise_t noise;
+  uint32_t words[PARTITION];
   lucky_t lucky = {.count = 0};
   if (best == size) return; /* they are no numbers */
-  noise.ids = ids ? ids + tokens.first : NULL;
-  find_noise(&key, tokens, &noise, &lucky);
+  find_noise(&key, tokens, words, &lucky);
   int is_known = lucky.count <= COUNT(lucky.places);
-  double least = score_of(top, word_at_place(&noise, best));
+  double least = score_of(top, word_in(words, best));
   for (int i = 0; is_known && i < lucky.count; i++)
-    least = MAX(least, score_of(weights[lucky.places[i]], word_at_place(&noise, lucky.places[i])));
+    least = MAX(least, score_of(weights[lucky.places[i]], word_in(words, lucky.places[i])));
   least = raise_bound(bound, least) - SLACK;
   float close = is_known ? (float)(least - LUCK) : -INFINITY;
   for (int i = 0; is_known && i < lucky.count; i++) {
     int64_t at = lucky.places[i];
-    uint32_t word = word_at_place(&noise, at);
+    uint32_t word = word_in(words, at);
     if (weights[at] >= close || !may_win(weights[at], word, least)) continue;
     if (!offer(offers, tokens.first + at, weights[at], word, &least)) return;
   }
@@ -140,7 +100,7 @@ static void offer_best(offers_t *offers, const draw_t *draw, _Atomic double *bou
     int64_t end = MIN(first + LINE, size);
     if (!any_reaches(weights + first, end - first, close)) continue;
     for (int64_t i = first; i < end; i++) {
-      uint32_t word = word_at_place(&noise, i);
+      uint32_t word = word_in(words, i);
       if (!(weights[i] >= close) || !may_win(weights[i], word, least)) continue;
       if (!offer(offers, tokens.first + i, weights[i], word, &least)) return;
     }
@@ -159,8 +119,7 @@ static void draw_part(const walk_t *w, int64_t row, int64_t part, float *logits)
   partition_t sums = p->partitions[place] = sum_partition(logits, size);
   offers->count = 0;
   if (t > 0.0f) {
-    const int64_t *ids = p->model->draft ? p->model->draft->ids : NULL;
-    offer_best(offers, draw, &p->bounds[row], logits, tokens, sums.top, ids);
+    offer_best(offers, draw, &p->bounds[row], logits, tokens, sums.top);
     return;
   }
   int64_t best = place_of(logits, size, sums.top);

@@ -201,6 +201,7 @@ enum {
   CHOOSE, UNEMBED, CAP_LOGITS,
   CHOOSE_SCORED, SCORE,
   CHOOSE_DRAWN, DRAW,
+  CHOOSE_GUESSED, GUESS,
   NUM_STEPS
 };
 
@@ -227,6 +228,8 @@ static const step_t steps[NUM_STEPS] = {
     [SCORE] = {"score", score_targets, SCORE_STAGES},
     [CHOOSE_DRAWN] = {"rows to draw from", choose_drawn, 2},
     [DRAW] = {"draw", draw_tokens, SCORE_STAGES},
+    [CHOOSE_GUESSED] = {"rows to guess from", choose_guessed, 1},
+    [GUESS] = {"guess", guess_tokens, SCORE_STAGES},
 };
 
 /* For whoever reads the times of a pass (network.h). */
@@ -241,7 +244,7 @@ static int64_t stages_of(int first, int last) {
 
 static int64_t stages_of_pass(const pass_t *p) {
   return stages_of(BEGIN, FUSE) + p->model->num_layers * stages_of(NORM_INPUT, ADD_NORMED_FED) +
-         stages_of(NORM_FINAL, DRAW) + p->batch->num_captured;
+         stages_of(NORM_FINAL, GUESS) + p->batch->num_captured;
 }
 
 static void take_steps(walk_t *w, step_time_t *times, int first, int last, int64_t index) {
@@ -294,6 +297,7 @@ static void run(team_t *team, int rank, void *argument) {
   if (batch->num_logit_rows) take_steps(w, times, CHOOSE, CAP_LOGITS, 0);
   if (batch->scores) take_steps(w, times, CHOOSE_SCORED, SCORE, 0);
   if (batch->drawing) take_steps(w, times, CHOOSE_DRAWN, DRAW, 0);
+  if (batch->guesses) take_steps(w, times, CHOOSE_GUESSED, GUESS, 0);
 }
 
 static int64_t largest_rank(const pass_t *p) {
@@ -334,10 +338,18 @@ static int64_t lay_out(pass_t *p, int threads, float *memory) {
   floats += rounded_up(threads * gates_size(p), LINE);
   int64_t scored = p->batch->scores ? p->batch->scores->num_rows : 0;
   int64_t drawn = p->batch->drawing ? p->batch->drawing->num_rows : 0;
-  if (scored || drawn) {
-    int64_t sums = MAX(scored, drawn) * partitions_of(model->vocab);
+  int64_t guessed = p->batch->guesses ? p->batch->guesses->num_rows : 0;
+  if (scored || drawn || guessed) {
     p->tiles = memory + floats;
     floats += threads * SCORE_ROWS * PARTITION;
+  }
+  if (guessed) {
+    p->guesses = (guess_t *)(memory + floats);
+    int64_t guesses = guessed * partitions_of(model->vocab);
+    floats += rounded_up(guesses * (int64_t)(sizeof *p->guesses / sizeof *memory), LINE);
+  }
+  if (scored || drawn) {
+    int64_t sums = MAX(scored, drawn) * partitions_of(model->vocab);
     p->partitions = (partition_t *)(memory + floats);
     floats += rounded_up(sums * (int64_t)(sizeof *p->partitions / sizeof *memory), LINE);
   }

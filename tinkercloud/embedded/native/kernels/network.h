@@ -123,6 +123,17 @@ typedef struct {
   float *weights;      /* out: [num_rows][limit] */
 } drawing_t;
 
+/* Rows from which a draft head draws a token each, of all that it can: its number among them, -1
+   where no logit is a number, and by how much its score (noise.h), at temperature 0 its logit, leads
+   the second best one's. */
+typedef struct {
+  int64_t num_rows;
+  const int64_t *rows; /* of the batch, ascending */
+  const draw_t *draws; /* [num_rows]: top_k and top_p are not read */
+  int64_t *ids;        /* out: [num_rows] */
+  float *leads;        /* out: [num_rows] */
+} guesses_t;
+
 /* A pass may be cut between layers, and before the logits: a part of it computes the embeddings
    where `embeds`, of a draft head the features where there are `states`, the layers first_layer..end_layer - 1, after the model's last layer the final
    norm where `hidden` is given, and from that the logits of `logit_rows`, `scores` and `drawing`. */
@@ -148,7 +159,9 @@ typedef struct {
   const scores_t *scores; /* or NULL */
   const drawing_t *drawing; /* or NULL */
   step_time_t *times;    /* out: [num_steps], added to what is there; or NULL */
-  const float *states;   /* of a draft head: [rows][num_states][D], the target's; or NULL */
+  /* Of a draft head, or NULL. */
+  const float *states;      /* [rows][num_states][D], the target's */
+  const guesses_t *guesses;
 } batch_t;
 
 /* Chains of tokens that a draft head draws one after the other, each of a sequence of its own. A
@@ -164,7 +177,7 @@ typedef struct {
   const float *cosine, *sine;
   const draw_t *draws; /* [chains]: of the first token; the next ones have the next positions */
   int64_t *tokens;     /* out: [chains][steps], the target's; -1 from where nothing can be drawn */
-  float *chances;      /* out: [chains][steps], what the head gave each */
+  float *leads;        /* out: [chains][steps], of each */
 } chains_t;
 
 #endif

@@ -38,6 +38,12 @@ typedef struct {
   float weights[MOST_OFFERS];
 } offers_t;
 
+/* Of a partition, or a row: the token with the best score, and the second best score. */
+typedef struct {
+  int64_t id;
+  float best, second;
+} guess_t;
+
 typedef struct {
   const model_t *model;
   const batch_t *batch;
@@ -52,6 +58,7 @@ typedef struct {
   float *tiles;            /* [threads][SCORE_ROWS][PARTITION]: logits that are scored or drawn */
   offers_t *offers;        /* [drawn rows][partitions of the vocabulary] */
   _Atomic double *bounds;  /* [drawn rows]: a score that the winner has at least */
+  guess_t *guesses;        /* [guessed rows][partitions of the vocabulary] */
   atomic_long *next_task; /* of each stage */
 } pass_t;
 
@@ -185,6 +192,8 @@ int forward(team_t *team, const model_t *model, const batch_t *batch);
 
 INTERNAL void fuse_states(walk_t *w, int64_t index);
 INTERNAL void join_inputs(walk_t *w);
+INTERNAL void choose_guessed(walk_t *w, int64_t index);
+INTERNAL void guess_tokens(walk_t *w, int64_t index);
 
 /* ---- draw.c, steps of a pass */
 

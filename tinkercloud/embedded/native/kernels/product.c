@@ -103,7 +103,7 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
 /* A step of three rows has so many instructions that few steps are underway at once, too few to keep
    the memory busy; and while the rows of a second tile meet weights that are in the cache, nothing
    would be read of the next ones. With 16 lanes it was not measured. */
-#define FETCHES_WEIGHTS(ROWS) (LANES == 8 && ROWS > 2)
+#define FETCHES_WEIGHTS(ROWS) (ROWS > 2)
 #define SUM_AT(r, c, v) (sums + (r * SUM_PANELS + c) * PANEL + v * LANES)
 
 #define DEFINE_TILE(KIND, ROWS, PANELS)                                                            \

@@ -152,4 +152,30 @@ INLINE vec exp_vec(vec x) {
   return (vec)((ivec)(p * (vec)scale) & ~low);
 }
 
+/* log(x) for x > 0, within two units in the last place; numbers below 2^-126 count as that (Cephes'
+   polynomial). */
+INLINE vec log_vec(vec x) {
+  const vec least = (vec)((ivec){} + 0x00800000);
+  ivec low = x < least;
+  ivec bits = ((ivec)x & ~low) | ((ivec)least & low);
+  ivec exponent = (bits >> 23) - 126;
+  vec m = (vec)((bits & 0x007FFFFF) | 0x3F000000); /* 0.5 to 1 */
+  ivec half = m < all(0.707106781186547524f);
+  exponent += half; /* a comparison that holds is -1 */
+  m = m + (vec)((ivec)m & half) - all(1.0f);
+  vec n = __builtin_convertvector(exponent, vec), square = m * m;
+  vec p = all(7.0376836292e-2f);
+  p = fused(p, m, all(-1.1514610310e-1f));
+  p = fused(p, m, all(1.1676998740e-1f));
+  p = fused(p, m, all(-1.2420140846e-1f));
+  p = fused(p, m, all(1.4249322787e-1f));
+  p = fused(p, m, all(-1.6668057665e-1f));
+  p = fused(p, m, all(2.0000714765e-1f));
+  p = fused(p, m, all(-2.4999993993e-1f));
+  p = fused(p, m, all(3.3333331174e-1f));
+  p = fused(p * m, square, n * all(-2.12194440e-4f));
+  p = fused(square, all(-0.5f), p);
+  return fused(n, all(0.693359375f), m + p);
+}
+
 #endif
