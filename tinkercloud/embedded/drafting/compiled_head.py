@@ -27,7 +27,7 @@ from tinkercloud.embedded.native.packed import pack
 from tinkercloud.embedded.native.team import Team
 from tinkercloud.embedded.native.train_bindings import training_team
 from tinkercloud.speculative.drafters.drafter import Draft
-from tinkercloud.speculative.head.draft import confidences_of, drawn_chains
+from tinkercloud.speculative.head.draft import confidences_of, drawn_chains, lead_of
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
@@ -101,19 +101,20 @@ class CompiledHead:
             last[slot] = outputs[end - 1]
         return [last.get(rows.slot) for rows in unread]
 
-    def drafts(self, requests: Sequence[ChainRequest]) -> list[Draft]:
+    def drafts(self, requests: Sequence[ChainRequest], unsure_below: float) -> list[Draft]:
         """Chains of which all that the head gives can be drawn are drawn in one call; the others
         token by token, from logits."""
         found: dict[int, Draft] = {}
         fitting = [request for request in requests if self._has_room(request.slot, request.most)]
         whole = [r for r in fitting if r.first.is_whole and not r.is_audited]
         others = [r for r in fitting if not r.first.is_whole or r.is_audited]
-        for some, drafted in ((whole, self._drawn), (others, self._drawn_from_logits)):
-            drafts = drafted(some) if some else []
-            found |= {r.slot: draft for r, draft in zip(some, drafts, strict=True)}
+        drafts = self._drawn(whole, unsure_below) if whole else []
+        drafts += self._drawn_from_logits(others) if others else []
+        for request, draft in zip((*whole, *others), drafts, strict=True):
+            found[request.slot] = draft
         return [found.get(request.slot, Draft()) for request in requests]
 
-    def _drawn(self, requests: Sequence[ChainRequest]) -> list[Draft]:
+    def _drawn(self, requests: Sequence[ChainRequest], unsure_below: float) -> list[Draft]:
         slots = [request.slot for request in requests]
         ends = Ends(
             torch.stack([request.output for request in requests]),
@@ -121,6 +122,7 @@ class CompiledHead:
             self._tables(slots),
             [request.first for request in requests],
             [request.most for request in requests],
+            lead_of(unsure_below),
         )
         tokens, leads = self._native.chains(self._team, ends)
         confidences = confidences_of(torch.from_numpy(leads)).tolist()

@@ -141,7 +141,7 @@ class HeadDrafter(Drafter):
             for reader, most in ready
             if reader.output is not None
         ]
-        drafts = self._network.drafts(requests)
+        drafts = self._network.drafts(requests, self.unsure_below)
         streams = [reader.stream.id for reader, _ in ready]
         return dict(zip(streams, drafts, strict=True))
 

@@ -72,8 +72,8 @@ class HeadNetwork(Protocol):
         """The output (D,) of the last row of each; None where there is no room for its rows."""
         ...
 
-    def drafts(self, requests: Sequence[ChainRequest]) -> list[Draft]:
-        """Slots keep the rows that they have."""
+    def drafts(self, requests: Sequence[ChainRequest], unsure_below: float) -> list[Draft]:
+        """Slots keep the rows that they have. unsure_below: as of `Drafter`."""
         ...
 
 
@@ -119,7 +119,7 @@ class TorchHead:
         outputs = extend(self.head, self.params, self._cache, new)
         return [outputs[i, count - 1] for i, count in enumerate(counts)]
 
-    def drafts(self, requests: Sequence[ChainRequest]) -> list[Draft]:
+    def drafts(self, requests: Sequence[ChainRequest], unsure_below: float) -> list[Draft]:
         start = chain_start(requests)
         return drafts_of(requests, draft_chains(self.head, self.params, self._cache, start))
 

@@ -67,13 +67,15 @@ class Ends:
     """Where chains begin: behind the outputs (B, D) of the last rows of sequences with so many
     rows, whose tables (B, blocks) have room for more. most: tokens of each chain; of which the
     first is drawn with `first`, the next ones at the next positions, from all that the head
-    gives."""
+    gives. least_lead: of a token's score over the second best one; with less it is the last of its
+    chain."""
 
     outputs: Tensor
     lengths: Sequence[int]
     tables: NDArray[np.int32]
     first: Sequence[RowParams]
     most: Sequence[int]
+    least_lead: float = 0.0
 
     def __post_init__(self) -> None:
         assert all(row.is_whole for row in self.first)
@@ -166,7 +168,7 @@ class NativeHead:
         request = Chains(
             *(num, steps, counts.ctypes.data, outputs.data_ptr(), before.ctypes.data),
             *(tables.ctypes.data, tables.shape[1], cosine, sine, draws_of(ends.first)),
-            *(tokens.ctypes.data, leads.ctypes.data),
+            *(tokens.ctypes.data, leads.ctypes.data, ends.least_lead),
         )
         if team.library.draft_chains(team.handle, c.byref(self._model), c.byref(request)):
             raise MemoryError(f"no memory to draft {num} samples")

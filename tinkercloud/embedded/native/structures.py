@@ -144,6 +144,7 @@ class Chains(c.Structure):
         *((name, c.c_void_p) for name in ("cosine", "sine")),
         ("draws", c.POINTER(Draw)),
         *((name, c.c_void_p) for name in ("tokens", "leads")),
+        ("least_lead", c.c_float),
     )
 
 

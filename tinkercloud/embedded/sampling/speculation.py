@@ -216,7 +216,8 @@ class Speculation(Speculator):
         streams = [self._streams[sample] for sample in samples]
         self._drafter.catch_up([s for s, limit in zip(streams, limits, strict=True) if limit])
         caught_up = time.perf_counter()
-        drafts = self._drafter.propose(list(zip(streams, limits, strict=True)))
+        requests = list(zip(streams, limits, strict=True))
+        drafts = self._drafter.propose(requests, self._controller.unsure_below)
         self._catch_up_ms = 1e3 * (caught_up - start)
         self._draft_ms = 1e3 * (time.perf_counter() - caught_up)
         return drafts
@@ -277,7 +278,7 @@ class Speculation(Speculator):
         own_ms = self._catch_up_ms + self._draft_ms + self._host_ms
         verify_ms = max(0.0, all_ms - own_ms)
         times = Times(self._draft_ms, verify_ms, self._host_ms, usable, self._catch_up_ms)
-        last_round = _round_of(entries, times)
+        last_round = _round_of(entries, times, self._controller.unsure_below)
         self._controller.observe(last_round)
         self._notify_observer(entries, last_round)
         self._report(entries, last_round)
@@ -363,7 +364,7 @@ class _DrawHistory:
         return is_repeated
 
 
-def _round_of(entries: Sequence[_SampleRound], times: Times) -> Round:
+def _round_of(entries: Sequence[_SampleRound], times: Times, unsure_below: float) -> Round:
     return Round(
         tuple(entry.limit for entry in entries),
         tuple(entry.draft.confidences for entry in entries),
@@ -374,6 +375,7 @@ def _round_of(entries: Sequence[_SampleRound], times: Times) -> Round:
         tuple(entry.group for entry in entries),
         tuple(entry.ended for entry in entries),
         tuple(entry.foreseen for entry in entries),
+        unsure_below,
     )
 
 

@@ -98,6 +98,11 @@ class Acceptance:
         chosen = self._shares() * (rates >= least) * np.minimum(came, 1.0)[:, None]
         return np.cumprod(chosen.sum(-1), 1), np.cumprod((chosen * rates).sum(-1), 1)
 
+    def sure_above(self, least: float) -> float:
+        """The confidence below which first tokens are accepted at less than this rate."""
+        sure = np.flatnonzero(self._rates[0] >= least)
+        return float(EDGES[sure[0] - 1]) if len(sure) and sure[0] else 0.0
+
     def learn(self, last_round: Round) -> None:
         if not any(last_round.confidences):
             num_asked = sum(limit > 0 for limit in last_round.limits)
@@ -122,7 +127,11 @@ class Acceptance:
         within = reaches([num + 1 for num in last_round.verified])
         self._requested += (reaches(last_round.limits) & within).sum(0)
         self._verified += reaches(last_round.verified).sum(0)
-        came, ahead = reaches(lengths.tolist()), reaches((lengths + 1).tolist())
+        # A draft that ends with an unsure token may have had more to say.
+        ends = [
+            bool(draft) and draft[-1] < last_round.unsure_below for draft in last_round.confidences
+        ]
+        came, ahead = reaches(lengths.tolist()), reaches((lengths + 1 - np.array(ends)).tolist())
         self._asked += (reaches(last_round.limits) & ahead).sum(0)
         np.add.at(self._seen, (columns[came], buckets[came]), 1.0)
         self._rates = self._fitted()

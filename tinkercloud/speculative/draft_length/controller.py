@@ -69,6 +69,7 @@ class DraftLengthController(DraftLength):
         self.is_on = False
         self.kind = Kind.PLAIN
         self.reason = Reason.NONE
+        self.unsure_below = 0.0
 
     def stop(self, reason: Reason) -> None:
         self._stopped = reason
@@ -94,9 +95,12 @@ class DraftLengthController(DraftLength):
         settings = self._settings
         self._loads = tuple(loads)
         self.kind, self.reason = self._decide()
+        self.unsure_below = 0.0
         if self.kind is Kind.SPECULATIVE:
             # Where asking is free, the drafter's confidence decides later, not its mean rate.
             self._free = self._planner.is_free
+            if not self._free:
+                self.unsure_below = self._planner.unsure_below
             self._limits = self._planner.longest() if self._free else self._planner.plan.counts
         elif self.kind is Kind.PROBE:
             self._limits = self._for_few(settings.probe_sequences, settings.probe_tokens)

@@ -13,6 +13,8 @@ class DraftLength(Protocol):
     kind: Kind
     reason: Reason
     is_on: bool
+    unsure_below: float
+    """See `Drafter`; of the last `limits`."""
 
     def limits(self, loads: Sequence[Load]) -> list[int]:
         """Tokens to ask the drafter for, at most, of each sequence; 0: not to ask."""
@@ -43,6 +45,7 @@ class FixedLength(DraftLength):
     kind = Kind.SPECULATIVE
     reason = Reason.NONE
     is_on = True
+    unsure_below = 0.0
 
     def __init__(self, most: int):
         self._most = most

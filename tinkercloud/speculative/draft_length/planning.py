@@ -110,9 +110,19 @@ class Planner:
         many, acceptance = len(self._loads), self._estimates.acceptance
         if free:
             return acceptance.forecast(many, self._groups())
-        # A row that is certain to be right is one of the plain round's; one more takes this share.
-        twice_ms = float(self.target_ms(np.array([float(many)]))[0])
-        return acceptance.forecast_chosen(many, self._groups(), twice_ms / self.plain_ms() - 1.0)
+        return acceptance.forecast_chosen(many, self._groups(), self._least_rate())
+
+    def _least_rate(self) -> float:
+        """The rate from which on a drafted token may be worth its row: what a row takes, where it
+        takes least, as a share of the plain round's time for a token."""
+        depths = np.arange(1.0, self._settings.max_tokens + 1.0)
+        more = self.target_ms(len(self._loads) * depths) / self.plain_ms() - 1.0
+        return float(np.min(more / depths))
+
+    @property
+    def unsure_below(self) -> float:
+        """The confidence that is not worth a row."""
+        return self._estimates.acceptance.sure_above(self._least_rate())
 
     def _plan_of_depth(self, survival: Array, rows: Array, free: bool) -> Allocation:
         drafting, steps = self._estimates.drafting, survival.shape[1]

@@ -86,7 +86,8 @@ class Round:
     context: mean over the sequences. ended: whether its sample ended with a drafted token, so that
     the target added none and what was drafted after it was not judged; () where none did. foreseen:
     whether the token that the target added is the one that was drafted in its place, behind those
-    that were verified; None where none was, () where that is so of all.
+    that were verified; None where none was, () where that is so of all. unsure_below: as of
+    `Drafter`.
     """
 
     limits: tuple[int, ...]
@@ -98,6 +99,7 @@ class Round:
     groups: tuple[Hashable, ...] = ()
     ended: tuple[bool, ...] = ()
     foreseen: tuple[bool | None, ...] = ()
+    unsure_below: float = 0.0
 
     @property
     def num_sequences(self) -> int:

@@ -63,12 +63,15 @@ class Drafter:
     Calls come from one thread: for each stream `begin` once, then `observe`, `observe_hidden`,
     `catch_up` and `propose`, then `end` once. is_coupled: it draws with the target's own noise, so
     that its tokens are accepted more often than their probability says; it is audited by the
-    distributions that it reports. layers: of the target, whose outputs it reads.
+    distributions that it reports. layers: of the target, whose outputs it reads. unsure_below: set
+    before `propose`: nobody verifies what is drafted behind a token of less confidence, so that this
+    may be the last of its draft.
     """
 
     name: str = "off"
     is_coupled: bool = False
     layers: tuple[int, ...] = ()
+    unsure_below: float = 0.0
 
     def begin(self, stream: Stream) -> None:
         """A sample with its prompt, or with all tokens that it has where it was interrupted."""

@@ -59,7 +59,10 @@ class GuardedDrafter(Drafter):
         if begun:
             self._succeeds(lambda: self._drafter.catch_up(begun))
 
-    def propose(self, requests: Sequence[tuple[Stream, int]]) -> list[Draft]:
+    def propose(
+        self, requests: Sequence[tuple[Stream, int]], unsure_below: float = 0.0
+    ) -> list[Draft]:
+        self._drafter.unsure_below = unsure_below
         drafts = [NO_DRAFT] * len(requests)
         places = [
             i for i, (stream, most) in enumerate(requests) if stream.id in self._begun and most

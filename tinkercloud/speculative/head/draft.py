@@ -7,6 +7,7 @@ always one token (Gumbel coupling, Daliri et al. 2408.07978).
 Axes: B sequences, K drafted tokens, D hidden, Vd draft vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,6 +95,11 @@ def confidences_of(leads: Tensor) -> Tensor:
     alike each is unlikely, and the one that is drawn is mostly right.
     """
     return -torch.expm1(-leads)
+
+
+def lead_of(confidence: float) -> float:
+    """The lead that has it."""
+    return -math.log1p(-min(confidence, 1.0 - 1e-9))
 
 
 def _noise(rows: Sequence[RowParams], vocabulary: DraftVocabulary) -> Tensor:

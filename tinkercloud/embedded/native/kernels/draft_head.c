@@ -187,7 +187,7 @@ static int64_t end_step(const model_t *model, const chains_t *c, step_rows_t *r,
     int64_t token = model->draft->ids[r->ids[i]];
     c->tokens[chain * c->steps + step] = token;
     c->leads[chain * c->steps + step] = r->leads[i];
-    if (step + 1 >= c->most[chain]) continue;
+    if (step + 1 >= c->most[chain] || r->leads[i] < c->least_lead) continue;
     memmove(r->x + kept * d, r->x + i * d, (size_t)d * sizeof *r->x);
     r->tokens[kept] = token;
     r->positions[kept] = c->lengths[chain] + (int32_t)step;

@@ -63,7 +63,7 @@ const layout_t layouts[] = {
     FIELD(chains, chains), FIELD(chains, steps), FIELD(chains, most), FIELD(chains, outputs),
     FIELD(chains, lengths), FIELD(chains, tables), FIELD(chains, table_stride),
     FIELD(chains, cosine), FIELD(chains, sine), FIELD(chains, draws), FIELD(chains, tokens),
-    FIELD(chains, leads),
+    FIELD(chains, leads), FIELD(chains, least_lead),
     STRUCTURE(scores),
     FIELD(scores, num_rows), FIELD(scores, rows), FIELD(scores, starts), FIELD(scores, ids),
     FIELD(scores, logits), FIELD(scores, norms),

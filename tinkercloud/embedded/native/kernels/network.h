@@ -178,6 +178,7 @@ typedef struct {
   const draw_t *draws; /* [chains]: of the first token; the next ones have the next positions */
   int64_t *tokens;     /* out: [chains][steps], the target's; -1 from where nothing can be drawn */
   float *leads;        /* out: [chains][steps], of each */
+  float least_lead;    /* a token that leads by less is the last one of its chain */
 } chains_t;
 
 #endif

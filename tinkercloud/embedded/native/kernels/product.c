@@ -15,7 +15,7 @@
 #if LANES == 16 /* 32 registers */
 #define TILE_ROWS 8
 #define TILES(DEFINE, KIND)                                                                        \
-  DEFINE(KIND, 1, 8) DEFINE(KIND, 2, 8) DEFINE(KIND, 3, 6) DEFINE(KIND, 4, 3) DEFINE(KIND, 5, 3)   \
+  DEFINE(KIND, 1, 8) DEFINE(KIND, 2, 8) DEFINE(KIND, 3, 3) DEFINE(KIND, 4, 3) DEFINE(KIND, 5, 3)   \
   DEFINE(KIND, 6, 3) DEFINE(KIND, 7, 3) DEFINE(KIND, 8, 3)
 #elif LANES == 8 /* 16 registers */
 #define TILE_ROWS 6
@@ -102,7 +102,8 @@ INLINE vec broadcast_odd(const char *x) { return broadcast(x + 4); }
 #endif
 /* A step of three rows has so many instructions that few steps are underway at once, too few to keep
    the memory busy; and while the rows of a second tile meet weights that are in the cache, nothing
-   would be read of the next ones. With 16 lanes it was not measured. */
+   would be read of the next ones. With 16 lanes, without bfloat16's instruction, a pass of SmolLM2
+   over 12 rows takes 23 ms so, and 27 without; of 3 rows by 3 panels 15 ms, by 6 panels 18. */
 #define FETCHES_WEIGHTS(ROWS) (ROWS > 2)
 #define SUM_AT(r, c, v) (sums + (r * SUM_PANELS + c) * PANEL + v * LANES)
 
