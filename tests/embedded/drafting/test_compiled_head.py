@@ -111,6 +111,19 @@ def test_chains_in_one_call_are_those_that_are_drawn_from_logits(
             assert distribution.can_give(token, VOCAB)
 
 
+def test_a_token_that_is_unsure_is_the_last_of_its_chain(
+    base: BaseModel, head: tuple[Head, Params]
+) -> None:
+    drafter = HeadDrafter(compiled(base, head), 10**6)
+    requests = [(stream, 6) for stream in begun(drafter, asked())]
+    whole = drafter.propose(requests)
+    drafter.unsure_below = 0.5
+    for one, other in zip(drafter.propose(requests), whole, strict=True):
+        unsure = [i for i, confidence in enumerate(other.confidences) if confidence < 0.5]
+        assert one.tokens == other.tokens[: unsure[0] + 1 if unsure else 6]
+    assert {len(draft.tokens) for draft in whole} == {6}
+
+
 def test_a_chain_depends_on_its_own_sample_alone(
     base: BaseModel, head: tuple[Head, Params]
 ) -> None:

@@ -169,3 +169,38 @@ def test_drafts_that_nobody_verified_are_learned_from_by_what_the_target_sampled
     assert learned([behind] * 500).survivals([(0.9, 0.9)])[0, 1] < 0.05
     unknown = replace(behind, foreseen=(None,))
     assert learned([unknown] * 500).survivals([(0.9, 0.9)])[0, 1] > 0.5
+
+
+def test_drafts_that_are_verified_while_they_are_sure_are_foreseen_as_that():
+    """Half of the tokens are sure, and right; of the others one in ten is."""
+    acceptance = learned(drafts({0.99: 0.98, 0.5: 0.1}, 4000), memory=1e9)
+    rows, survival = acceptance.forecast_chosen(2, (), 0.3)
+    assert rows.shape == survival.shape == (2, K)
+    for depth in range(K):
+        assert rows[1, depth] == pytest.approx(0.5 ** (depth + 1), abs=0.05)
+        assert survival[1, depth] == pytest.approx(0.49 ** (depth + 1), abs=0.05)
+    rows, survival = acceptance.forecast_chosen(1, (), 0.0)
+    assert rows[0] == pytest.approx(np.ones(K), abs=0.01)
+    assert survival[0] == pytest.approx(0.54 ** np.arange(1, K + 1), abs=0.06)
+    assert 0.5 < acceptance.sure_above(0.3) <= 0.99
+    assert acceptance.sure_above(0.0) == 0.0
+
+
+def test_tokens_that_never_come_are_not_foreseen_as_verified():
+    rounds = [a_round([(0.99,)], [1]), a_round([()], [0])] * 200
+    rows, _ = learned(rounds, memory=1e9).forecast_chosen(1, (), 0.3)
+    assert rows[0, 0] == pytest.approx(0.5, abs=0.05)
+    assert rows[0, 1] < 0.05
+    unsure = [replace(each, unsure_below=1.0) for each in rounds]  # who drafts stopped there
+    rows, _ = learned(unsure, memory=1e9).forecast_chosen(1, (), 0.3)
+    assert rows[0, 1] == pytest.approx(rows[0, 0], abs=0.05)
+
+
+def test_of_another_draft_the_same_confidences_are_the_better_ones():
+    acceptance = learned(drafts({0.99: 0.9, 0.5: 0.2}, 4000), memory=1e9)
+    acceptance.expect((0.75, 0.7))
+    survivals = acceptance.survivals([(0.99, 0.99), (0.5, 0.5)])
+    first, second = survivals[:, 0], survivals[:, 1] / survivals[:, 0]
+    assert first.mean() == pytest.approx(0.75, abs=0.06)
+    assert second.mean() == pytest.approx(0.7, abs=0.06)
+    assert first[0] > 0.9 and first[1] < 0.6

@@ -73,6 +73,15 @@ def test_drafts_that_tell_good_from_bad_bring_more_than_any_fixed_length():
     )
 
 
+@pytest.mark.parametrize("many", [2, 4])
+def test_drafts_that_cost_time_and_tell_good_from_bad_bring_more_than_any_fixed_length(many):
+    drafter = Drafter((0.97,), hard=0.4, dull=0.05, round_ms=1.0, step_ms=0.6)
+    run = ran(started(few_cores, drafter, seed=1), many)
+    assert run.outcome.goodput > 1.05 * max(
+        fixed_goodput(few_cores, drafter, many, k) for k in range(1, 9)
+    )
+
+
 # ---- the off switch
 
 

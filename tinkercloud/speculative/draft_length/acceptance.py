@@ -99,8 +99,9 @@ class Acceptance:
         return np.cumprod(chosen.sum(-1), 1), np.cumprod((chosen * rates).sum(-1), 1)
 
     def sure_above(self, least: float) -> float:
-        """The confidence below which first tokens are accepted at less than this rate."""
-        sure = np.flatnonzero(self._rates[0] >= least)
+        """The confidence below which first tokens are accepted at less than this rate, as far as
+        some were seen."""
+        sure = np.flatnonzero((self._rates[0] >= least) & (self._judged[0] >= 1.0))
         return float(EDGES[sure[0] - 1]) if len(sure) and sure[0] else 0.0
 
     def learn(self, last_round: Round) -> None:
