@@ -2,8 +2,9 @@
 
 Supervised learning of a planted style makes a policy that the head does not know. After each step
 every server samples the same prompts: one without drafts, one whose head follows the policy with
-default settings, one whose head does not. All samples are compared, token by token, before a speed
-is reported. `--picture` draws acceptance and tokens/s over the steps.
+default settings, one whose head does not. After the last step all sample its policy for a while.
+All samples are compared, token by token, before a speed is reported. `--picture` draws acceptance
+and tokens/s over the steps.
 """
 
 import shutil
@@ -35,7 +36,7 @@ FLAGS = {
     FIXED: ("--speculate", "head", "--engine-draft-share", "0"),
     PLAIN: ("--speculate", "off"),
 }
-TIMES, LEAST_TIMES, LAST = 1.2, 0.95, 4  # of plain, over so many last steps
+TIMES, LEAST_TIMES = 1.2, 0.95  # of plain, after the last step
 QUIET_S = 2.0  # without new work of drafts, after which none is to come: it is reported each second
 ADJECTIVES = ("old", "silver", "quiet", "rusty", "golden", "salty", "broken", "drunken")
 NOUNS = ("captain", "parrot", "anchor", "harbour", "cannon", "compass", "sailor", "barrel")
@@ -49,19 +50,21 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """at_once: samples together, after each step `repeats` times each. data: examples of a step.
-    quiet_s: given at most to what drafts do after a step."""
+    """at_once: samples together, after each step `repeats` times each. after: how often the same is
+    done with the last policy. data: examples of a step. quiet_s: given at most to what drafts do
+    after a step."""
 
     steps: int = 16
     at_once: tuple[int, ...] = (1, 4)
     repeats: int = 2
+    after: int = 6
     tokens: int = 64
     data: int = 8
     rate: float = 2e-3
     quiet_s: float = 60.0
 
 
-QUICK = Scale(steps=2, at_once=(1, 2), repeats=1, tokens=16, data=2, quiet_s=5.0)
+QUICK = Scale(steps=2, at_once=(1, 2), repeats=1, after=1, tokens=16, data=2, quiet_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,12 @@ class Samples:
 
 @dataclass
 class Curve:
-    """By step. samples: by how many at once. step_s: all that a client waits for. trainings: drafts
-    used and refused, costs_s: what drafts have taken, up to then."""
+    """By step, and `after` by how often the last policy was sampled. samples: by how many at once.
+    step_s: all that a client waits for. trainings: drafts used and refused, costs_s: what drafts
+    have taken, up to then."""
 
     samples: dict[int, Samples]
+    after: dict[int, Samples]
     step_s: list[float] = field(default_factory=list)
     trainings: list[dict[str, int]] = field(default_factory=list)
     costs_s: list[Costs] = field(default_factory=list)
@@ -128,7 +133,11 @@ class Policy:
         self._model = service.create_lora_training_client(MODEL, rank=16, seed=0).result()
         self._tokenizer = self._model.get_tokenizer()
         self._before = (0, 0)
-        self.curve = Curve({at_once: Samples() for at_once in scale.at_once})
+        self._sampler: Any = None
+        self.curve = Curve(
+            {at_once: Samples() for at_once in scale.at_once},
+            {at_once: Samples() for at_once in scale.at_once},
+        )
 
     def step(self, number: int) -> None:
         tinker, scale, curve = self._tinker, self._scale, self.curve
@@ -138,10 +147,10 @@ class Policy:
         training = self._model.forward_backward(data, "cross_entropy")
         self._model.optim_step(tinker.AdamParams(learning_rate=scale.rate)).result()
         training.result()
-        sampler = self._model.save_weights_and_get_sampling_client().result()
+        self._sampler = self._model.save_weights_and_get_sampling_client().result()
         published = time.perf_counter()
         for at_once, samples in curve.samples.items():
-            self._sample(sampler, number, at_once, samples)
+            self._sample(number, at_once, samples)
         sampled_s = sum(samples.seconds[-1] for samples in curve.samples.values())
         curve.step_s.append(published - step_began + sampled_s)
         speculation = self._rested()
@@ -149,7 +158,13 @@ class Policy:
         curve.trainings.append(following.get("trainings", {"used": 0, "refused": 0}))
         curve.costs_s.append(Costs.of(speculation))
 
-    def _sample(self, sampler: Any, number: int, at_once: int, samples: Samples) -> None:
+    def sample_again(self, number: int, at_once: int) -> None:
+        """The last policy, with the seeds of that number; then what drafts do in quiet time, which
+        is not to fall into another server's turn."""
+        self._sample(number, at_once, self.curve.after[at_once])
+        self._rested()
+
+    def _sample(self, number: int, at_once: int, samples: Samples) -> None:
         tinker, scale = self._tinker, self._scale
         prompt = tinker.ModelInput.from_ints(self._tokenizer.encode("The"))
         began = time.perf_counter()
@@ -162,7 +177,7 @@ class Policy:
                 for i in range(first, first + at_once)
             ]
             futures = [
-                sampler.sample(prompt=prompt, num_samples=1, sampling_params=each)
+                self._sampler.sample(prompt=prompt, num_samples=1, sampling_params=each)
                 for each in params
             ]
             tokens += [list(future.result().sequences[0].tokens) for future in futures]
@@ -251,10 +266,13 @@ def curves(drafts: Path, scale: Scale) -> dict[str, Curve]:
                 rates = [f"{each.per_s(slice(-1, None)):.1f} with {n}" for n, each in samples]
                 said = f"{name}, step {number + 1}: tokens/s {', '.join(rates)} at once"
                 print(said, file=sys.stderr)
-            for at_once in scale.at_once:
-                curves = [policy.curve.samples[at_once] for policy in policies.values()]
-                tokens = [curve.tokens[number] for curve in curves]
-                assert all(each == tokens[0] for each in tokens), f"{number + 1}: other samples"
+        for at_once, number in product(scale.at_once, range(scale.after)):
+            for name in rotated(list(FLAGS), number):
+                policies[name].sample_again(scale.steps + number, at_once)
+    for at_once in scale.at_once:
+        for part in ("samples", "after"):
+            tokens = [getattr(policy.curve, part)[at_once].tokens for policy in policies.values()]
+            assert all(each == tokens[0] for each in tokens), f"{at_once} at once: other samples"
     return {name: policy.curve for name, policy in policies.items()}
 
 
@@ -283,16 +301,30 @@ def rows(found: dict[str, Curve], scale: Scale) -> list[tuple[Cell, ...]]:
                     *curve.costs_s[part][-1].since(before),
                 )
             )  # fmt: skip
+    every = slice(None)
+    for at_once in scale.at_once:
+        plain = found[PLAIN].after[at_once].per_s(every)
+        for name, curve in found.items():
+            samples = curve.after[at_once]
+            rate = samples.acceptance(every)
+            lines.append(
+                (
+                    "after", name, at_once,
+                    round(samples.per_s(every), 1), round(samples.per_s(every) / plain, 2),
+                    "-" if rate is None else f"{rate:.0%}", sum(samples.judged),
+                    *("-",) * (len(COLUMNS) - 7),
+                )
+            )  # fmt: skip
     return lines
 
 
 def targets(found: dict[str, Curve]) -> list[Target]:
     lines = []
-    for at_once, plain in found[PLAIN].samples.items():
+    every = slice(None)
+    for at_once, plain in found[PLAIN].after.items():
         for name, least in ((FOLLOWING, TIMES), (FIXED, LEAST_TIMES)):
-            last = slice(-LAST, None)
-            times = found[name].samples[at_once].per_s(last) / plain.per_s(last)
-            said = f"{name}, {at_once} at once, last {LAST} steps: times plain"
+            times = found[name].after[at_once].per_s(every) / plain.per_s(every)
+            said = f"{name}, {at_once} at once, after the shift: times plain"
             lines.append(Target.at_least(said, times, least))
     return lines
 
@@ -311,13 +343,16 @@ def draw(found: dict[str, Curve], path: Path) -> None:
             parts = [slice(i, i + 1) for i in range(len(samples.seconds))]
             steps = range(1, len(parts) + 1)
             rates = [samples.acceptance(part) for part in parts]
+            after, every, at = curve.after[at_once], slice(None), len(parts) + 2
             if name != PLAIN:
                 shown = [np.nan if rate is None else 100 * rate for rate in rates]
                 upper.plot(steps, shown, ".-", color=colours[name], label=name)
+                upper.plot(at, 100 * (after.acceptance(every) or np.nan), "D", color=colours[name])
             speeds = [samples.per_s(part) for part in parts]
             lower.plot(steps, speeds, ".-", color=colours[name], label=name)
+            lower.plot(at, after.per_s(every), "D", color=colours[name])
         upper.set(title=f"{at_once} at once", ylim=(0, 100))
-        lower.set(xlabel="steps of supervised learning to the style", ylim=(0, None))
+        lower.set(xlabel="steps of supervised learning to the style; ◆ after them", ylim=(0, None))
         for axes in (upper, lower):
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=8)
@@ -360,9 +395,10 @@ samples of {scale.tokens} tokens at temperature 1, {scale.at_once[0]} at once an
 {scale.at_once[1]} at once, each {scale.repeats} times, then a time in which nobody asks for
 anything, until drafts have nothing more to learn, at most {scale.quiet_s:.0f} s. The draft head was
 made for the base model; all settings but the one that is named are the defaults. Each step is made
-on one server after the other, another one first each time; their samples are equal, token by token.
-*accepted*: of the drafted tokens that were verified; where drafting does not pay, few are, as
-probes. *step*: all that a client waits for, training, publication and samples. The last four
+on one server after the other, another one first each time. *after*: the policy of the last step,
+sampled {scale.after} times as after a step, in turns. The servers' samples are equal, token by
+token. *accepted*: of the drafted tokens that were verified; where drafting does not pay, few are,
+as probes. *step*: all that a client waits for, training, publication and samples. The last four
 columns are the seconds that drafts took in these steps, with any number at once: hidden states
 copied out of the policy's passes, training beside the policy's, both in quiet time, and drafting in
 rounds of samples.

@@ -90,8 +90,8 @@ class Acceptance:
     def forecast_chosen(
         self, num_sequences: int, groups: Sequence[Hashable], least: float
     ) -> tuple[Array, Array]:
-        """`forecast` where a token is verified as long as its own rate and that of all before it are
-        `least` or more: of drafts that are often sure and often not, long ones bring most."""
+        """`forecast` where a token is verified as long as its own rate and those of all before it
+        are `least` or more: of drafts that are often sure and often not, long ones bring most."""
         lean = self._prior.leaning
         came = (self._seen.sum(1) + lean) / (self._asked + lean)
         rates = np.minimum(self._rates * self._factors(num_sequences, groups)[:, :, None], 1.0)

@@ -64,7 +64,7 @@ class Drafter:
     `catch_up` and `propose`, then `end` once. is_coupled: it draws with the target's own noise, so
     that its tokens are accepted more often than their probability says; it is audited by the
     distributions that it reports. layers: of the target, whose outputs it reads. unsure_below: set
-    before `propose`: nobody verifies what is drafted behind a token of less confidence, so that this
+    before `propose`: nobody verifies what is drafted behind a token of less confidence, so that it
     may be the last of its draft.
     """
 
