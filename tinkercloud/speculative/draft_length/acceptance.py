@@ -101,8 +101,9 @@ class Acceptance:
     def sure_above(self, least: float) -> float:
         """The confidence below which first tokens are accepted at less than this rate, as far as
         some were seen."""
-        sure = np.flatnonzero((self._rates[0] >= least) & (self._judged[0] >= 1.0))
-        return float(EDGES[sure[0] - 1]) if len(sure) and sure[0] else 0.0
+        seen = np.flatnonzero(self._judged[0] >= 1.0)
+        sure = seen[self._rates[0, seen] >= least]
+        return float(EDGES[sure[0] - 1]) if len(sure) and sure[0] > seen[0] else 0.0
 
     def learn(self, last_round: Round) -> None:
         if not any(last_round.confidences):
