@@ -178,6 +178,21 @@ def speculation(load: str, at_once: int, target: str) -> Claim:
     )
 
 
+def following(at_once: int) -> Claim:
+    def of(server: str, label: str = "") -> Best:
+        return Best(
+            "tokens/s", "tokens/s", {"steps": "after", "at once": at_once, "server": server}, label
+        )
+
+    return Claim(
+        "speculation_shift",
+        f"a head that has followed its policy, {at_once} at once",
+        of("head that follows"),
+        of("without drafts", "(without drafts)"),
+        f"head that follows, {at_once} at once, after the shift: times plain",
+    )
+
+
 def sharing(work: str) -> Claim:
     return Claim(
         "sharing",
@@ -247,6 +262,8 @@ CLAIMS = (
     speculation("JSON", 1, "JSON, 1 at once, greedy: times plain"),
     speculation("arithmetic", 1, "arithmetic, 1 at once, greedy: times plain"),
     speculation("prose", 1, "prose, 1 at once: times plain"),
+    following(1),
+    following(4),
     speculation("RL, later epochs", 4, "RL, 4 at once, epochs 2 and later: times plain"),
     speculation("RL, later epochs", 8, "RL, 8 at once, epochs 2 and later: of the bound"),
     speculation("RL, later epochs", 32, "RL, 32 at once, epochs 2 and later: of the bound"),

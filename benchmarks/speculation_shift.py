@@ -356,6 +356,7 @@ def draw(found: dict[str, Curve], path: Path) -> None:
         for axes in (upper, lower):
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=8)
+            axes.set_xticks(range(2, len(found[PLAIN].step_s) + 1, 2))
     grid[0, 0].set_ylabel("drafted tokens accepted, %")
     grid[1, 0].set_ylabel("tokens/s")
     figure.savefig(path, format="png", metadata={"Software": None})
