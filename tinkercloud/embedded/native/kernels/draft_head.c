@@ -93,11 +93,12 @@ static void add_noise(const draw_t *draw, const int64_t *ids, int64_t size, floa
   noise_key_t key = key_of(draw);
   uint32_t words[PARTITION];
   for (int64_t first = 0; first < size;) first = find_words(&key, ids, first, size, words);
+  for (int64_t i = size; i % LANES; i++) words[i] = 0; /* whole vectors are read */
   for (int64_t i = 0; i < size; i += LANES) {
     int64_t count = MIN(LANES, size - i);
-    float u[LANES] = {0};
-    for (int64_t j = 0; j < count; j++) u[j] = ((float)words[i + j] + 0.5f) * 0x1p-32f;
-    vec noise = noise_of(load(u));
+    uvec number;
+    memcpy(&number, words + i, sizeof number);
+    vec noise = noise_of((__builtin_convertvector(number, vec) + all(0.5f)) * all(0x1p-32f));
     if (count == LANES)
       store(scores + i, load(scores + i) + noise);
     else
