@@ -20,9 +20,9 @@ from tinkercloud.embedded.native.draft_head import (
     Ends,
     FrozenMatrices,
     HeadMatrices,
-    HeadRows,
     NativeHead,
 )
+from tinkercloud.embedded.native.layered_pass import Rows
 from tinkercloud.embedded.native.packed import pack
 from tinkercloud.embedded.native.team import Team
 from tinkercloud.embedded.native.train_bindings import training_team
@@ -104,14 +104,13 @@ class CompiledHead:
     def drafts(self, requests: Sequence[ChainRequest], unsure_below: float) -> list[Draft]:
         """Chains of which all that the head gives can be drawn are drawn in one call; the others
         token by token, from logits."""
-        found: dict[int, Draft] = {}
         fitting = [request for request in requests if self._has_room(request.slot, request.most)]
         whole = [r for r in fitting if r.first.is_whole and not r.is_audited]
         others = [r for r in fitting if not r.first.is_whole or r.is_audited]
         drafts = self._drawn(whole, unsure_below) if whole else []
         drafts += self._drawn_from_logits(others) if others else []
-        for request, draft in zip((*whole, *others), drafts, strict=True):
-            found[request.slot] = draft
+        slots = [request.slot for request in (*whole, *others)]
+        found = dict(zip(slots, drafts, strict=True))
         return [found.get(request.slot, Draft()) for request in requests]
 
     def _drawn(self, requests: Sequence[ChainRequest], unsure_below: float) -> list[Draft]:
@@ -150,13 +149,13 @@ class CompiledHead:
 
     def _rows(
         self, slots: Sequence[int], tokens: np.ndarray, counts: Sequence[int], ahead: int = 0
-    ) -> HeadRows:
+    ) -> Rows:
         """Behind the rows that slots have, and `ahead` more."""
         starts = [self._slots[slot].length + ahead for slot in slots]
         spans = zip(starts, counts, strict=True)
         positions = np.concatenate([np.arange(s, s + n, dtype=np.int32) for s, n in spans])
         sequence = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-        return HeadRows(tokens, positions, sequence, self._tables(slots))
+        return Rows(tokens, positions, sequence, self._tables(slots))
 
     def _tables(self, slots: Sequence[int]) -> np.ndarray:
         blocks = [self._slots[slot].blocks for slot in slots]

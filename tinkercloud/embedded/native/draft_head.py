@@ -19,6 +19,7 @@ from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.layers import rms_norm
 from tinkercloud.decoding.sampler import RowParams
 from tinkercloud.embedded.native.drawing import draws_of
+from tinkercloud.embedded.native.layered_pass import Rows
 from tinkercloud.embedded.native.packed import PackedMatrix, num_key_errors
 from tinkercloud.embedded.native.structures import (
     ACTIVATIONS,
@@ -49,17 +50,6 @@ class FrozenMatrices:
     embed: PackedMatrix
     unembed: PackedMatrix
     ids: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRows:
-    """Rows of some sequences: tokens int64, positions and sequence int32 (T,), the last one a row
-    of tables int32 (B, blocks); a sequence's rows are neighbours, in order."""
-
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int32]
-    sequence: NDArray[np.int32]
-    tables: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +107,7 @@ class NativeHead:
         self._draft.feature_norm = norms["feature_norm"]
         self._model = self._structure(norms["norm"])
 
-    def outputs(self, team: Team, rows: HeadRows, states: Tensor) -> Tensor:
+    def outputs(self, team: Team, rows: Rows, states: Tensor) -> Tensor:
         """The layer's outputs (T, D) for rows with these states (T, S, D) of the target's; their
         keys and values go to the blocks."""
         assert states.shape == (len(rows.tokens), self._num_states, self._target.hidden_size)
@@ -126,13 +116,13 @@ class NativeHead:
         self._forward(team, rows, x, states=states.data_ptr())
         return x
 
-    def next_outputs(self, team: Team, rows: HeadRows, outputs: Tensor) -> Tensor:
+    def next_outputs(self, team: Team, rows: Rows, outputs: Tensor) -> Tensor:
         """The same for rows whose features are the outputs (T, D) before them."""
         x = outputs.clone()
         self._forward(team, rows, x)
         return x
 
-    def _forward(self, team: Team, rows: HeadRows, x: Tensor, states: int | None = None) -> None:
+    def _forward(self, team: Team, rows: Rows, x: Tensor, states: int | None = None) -> None:
         fields = (rows.tokens, rows.positions, rows.sequence, rows.tables)
         arrays = [np.ascontiguousarray(field) for field in fields]
         tokens, positions, sequence, tables = (array.ctypes.data for array in arrays)
@@ -159,7 +149,7 @@ class NativeHead:
 
     def chains(self, team: Team, ends: Ends) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens, -1 where none can be drawn, and by how much each one's score leads the second
-        best (`speculative.head.draft.confidences`), (B, K), K the largest of `most`."""
+        best (`speculative.head.draft.confidences_of`), (B, K), K the largest of `most`."""
         num, steps = len(ends.lengths), max(ends.most)
         tokens, leads = np.empty((num, steps), np.int64), np.empty((num, steps), np.float32)
         counts, before = np.array(ends.most, np.int64), np.array(ends.lengths, np.int32)

@@ -23,8 +23,6 @@ from tinkercloud.speculative.head.vocabulary import DraftVocabulary
 
 FUSE, QKV, OUT = ("fuse",), ("q_proj", "k_proj", "v_proj"), ("o_proj",)
 GATE_UP, DOWN = ("gate_proj", "up_proj"), ("down_proj",)
-MODULES: tuple[tuple[str, ...], ...] = (FUSE, QKV, OUT, GATE_UP, DOWN)
-"""The linear modules; those that read the same inputs together."""
 Params = Mapping[str, Tensor]
 Embed = Callable[[Tensor], Tensor]
 
