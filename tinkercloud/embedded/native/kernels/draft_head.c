@@ -41,9 +41,7 @@ void join_inputs(walk_t *w) {
   int64_t d = model->hidden;
   EACH_ROW(w, m, p->batch->rows) {
     float inputs[d];
-    int64_t token = p->batch->tokens[m];
-    read_weights(weight_at(model->embed, model->embed_is_narrow, model->embed_width, token),
-                 model->embed_is_narrow, d, inputs);
+    embed_row(model, p->batch->tokens[m], inputs);
     rms_norm(inputs, draft->embed_norm, d, model->eps, inputs);
     round_inputs(reader, &p->narrow_rows[JOINED], m, 0, d, inputs);
     rms_norm(p->x + m * d, draft->feature_norm, d, model->eps, inputs);

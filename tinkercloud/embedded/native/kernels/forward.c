@@ -60,7 +60,7 @@ static void clear_rests(const pass_t *p, int64_t m) {
   }
 }
 
-static void embed_row(const model_t *model, int64_t token, float *x) {
+void embed_row(const model_t *model, int64_t token, float *x) {
   const char *at = weight_at(model->embed, model->embed_is_narrow, model->embed_width, token);
   read_weights(at, model->embed_is_narrow, model->hidden, x);
   if (model->embedding_scale == 1.0f) return;

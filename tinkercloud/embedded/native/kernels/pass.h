@@ -187,6 +187,7 @@ INTERNAL void visit_partitions(walk_t *w, const int64_t *rows, int64_t count, vi
 /* ---- forward.c */
 
 int forward(team_t *team, const model_t *model, const batch_t *batch);
+INTERNAL void embed_row(const model_t *model, int64_t token, float *x);
 
 /* ---- draft_head.c, steps of a pass */
 
