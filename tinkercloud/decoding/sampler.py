@@ -197,15 +197,26 @@ class Scanned:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The same of rows that a pass draws from without keeping logits, with the weights float32
+    """The same of rows that a pass draws from while it makes logits, with the weights float32
     (B, limit) of the tokens that may have the largest score. count: 0, none is a number, or -1,
-    more than fit: then logits have to tell."""
+    more than fit: then logits have to tell. logits (K, V): of the rows whose logits are kept, in
+    their order."""
 
     norm: NDArray[np.float64]
     count: NDArray[np.int64]
     ids: NDArray[np.int64]
     words: NDArray[np.uint32]
     weights: NDArray[np.float32]
+    logits: Tensor = _NO_LOGITS
+
+    def of(self, rows: Sequence[int], logits: Tensor = _NO_LOGITS) -> "Candidates":
+        """Those of some rows, whose logits these are."""
+        each = list(rows)
+        return Candidates(
+            *(self.norm[each], self.count[each]),
+            *(self.ids[each], self.words[each], self.weights[each]),
+            logits,
+        )
 
 
 Scan = Callable[[Tensor, Sequence[RowParams]], Scanned]
@@ -260,13 +271,14 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
 
 
 def sample_candidates(candidates: Candidates, rows: Sequence[RowParams]) -> Drawn:
-    """The token of each row that has candidates; those of the others mean nothing."""
+    """The token of each row that has candidates; those of the others mean nothing. Logits, and so
+    distributions, are there where all of these rows keep theirs, or none."""
     best = _best_places(candidates, lambda row_of, place: candidates.weights[row_of, place])
     entries = np.arange(len(rows)), best
     tokens = torch.from_numpy(candidates.ids[entries])
     weights = torch.from_numpy(candidates.weights[entries])
     norms = torch.from_numpy(candidates.norm)
-    return Drawn(tokens, logprobs_of(weights, norms), norms, _NO_LOGITS, rows)
+    return Drawn(tokens, logprobs_of(weights, norms), norms, candidates.logits, rows)
 
 
 def _best_places(

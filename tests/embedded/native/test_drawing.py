@@ -35,9 +35,12 @@ def params(num: int, seed: int = 0) -> list[RowParams]:
 
 
 def found_by_pass(
-    unembedding: Unembedding, rows: Sequence[int], wanted: list[RowParams]
+    unembedding: Unembedding, rows: Sequence[int], wanted: list[RowParams], keep_every: int = 0
 ) -> Candidates:
-    drawing = Drawing(DrawnFrom(np.array(rows, np.int64), wanted))
+    """keep_every: of so many rows the first one's logits are kept; 0: none."""
+    keeps = np.arange(len(rows)) % keep_every == 0 if keep_every else np.zeros(len(rows), bool)
+    drawn_from = DrawnFrom(np.array(rows, np.int64), wanted, keeps)
+    drawing = Drawing(drawn_from, torch.empty(drawn_from.num_kept, unembedding.vocab_size))
     last = unembedding.layers._config.num_layers
     unembedding.layers._run(
         first_layer=last,
@@ -72,6 +75,24 @@ def test_a_pass_draws_what_is_drawn_from_the_logits(vocab_size: int, dtype: torc
         assert torch.equal(drawn.tokens, expected.tokens)
         assert torch.equal(drawn.norms, expected.norms)
         assert torch.equal(drawn.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("keep_every", [1, 3])
+def test_logits_that_are_kept_are_those_of_their_rows(dtype: torch.dtype, keep_every: int) -> None:
+    unembedding = Unembedding(3003, dtype, [(5, 17), (40, 280)])
+    rows, wanted = range(0, 200, 2), params(100)
+    found = found_by_pass(unembedding, rows, wanted, keep_every)
+    expected = drawn_from_logits(unembedding, rows, wanted)
+    assert torch.equal(found.logits, expected.logits[::keep_every])
+    drawn = sample_candidates(found, wanted)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    assert torch.equal(drawn.logprobs, expected.logprobs)
+    some = [0, 2 * keep_every]
+    drawn = sample_candidates(found.of(some, found.logits[[0, 2]]), [wanted[row] for row in some])
+    assert torch.equal(drawn.tokens, expected.tokens[some])
+    for row, of_all in enumerate(some):
+        assert torch.equal(drawn.distribution(row), expected.distribution(of_all))
 
 
 def test_of_capped_logits_too() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from tinkercloud.config import user_cache_dir
 from tinkercloud.core.types import SamplingParams
-from tinkercloud.decoding.sampler import RowParams, sample
+from tinkercloud.decoding.sampler import RowParams, sample, sample_candidates
 from tinkercloud.embedded.forward.batch import Batch, SequenceRows, ragged
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
@@ -55,17 +56,21 @@ class RoundTimer:
             raise MemoryError("there are too few blocks of keys and values to measure rounds")
         try:
             tables = np.resize(blocks, (sequences, per_sequence)).tolist()
-            batch = self._batch(counts.tolist(), tables)
+            params = [RowParams(SamplingParams(None, 0), 0, position) for position in range(rows)]
+            batch = self._batch(counts.tolist(), tables, params)
             began = time.perf_counter()
             logits = self._runner.forward(batch, self._pool)
-            params = [RowParams(SamplingParams(None, 0), 0, position) for position in range(rows)]
-            sample(logits, params, self._runner.scan)
+            if self._runner.candidates is not None:
+                sample_candidates(self._runner.candidates, params)
+            else:
+                sample(logits, params, self._runner.scan)
             return 1e3 * (time.perf_counter() - began)
         finally:
             self._pool.free(blocks)
 
-    def _batch(self, counts: list[int], tables: list[list[int]]) -> Batch:
-        vocab_size = self._base.config.vocab_size
+    def _batch(self, counts: list[int], tables: list[list[int]], params: list[RowParams]) -> Batch:
+        vocab_size, fuses = self._base.config.vocab_size, self._runner.fuses_lm_head
+        rows = iter(params)
         return ragged(
             [
                 SequenceRows(
@@ -73,7 +78,9 @@ class RoundTimer:
                     [token % vocab_size for token in range(count)],
                     BLOCK_TOKENS * len(table) - max(counts),
                     table,
-                    count,
+                    0 if fuses else count,
+                    drawn_with=list(islice(rows, count)) if fuses else (),
+                    keeps_logits=count > 1,
                 )
                 for count, table in zip(counts, tables, strict=True)
             ]

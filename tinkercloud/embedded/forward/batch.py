@@ -25,7 +25,7 @@ class Batch:
     row in tables (S, blocks); a sequence's rows are neighbours, in order. versions: with how many
     rows each. logit_rows (W,): the rows whose logits are computed, ascending: a prompt of a
     thousand rows needs those of its last one. targets: of rows that are scored, drawn_from: rows
-    that tokens are drawn from, by a runner that does so without their logits.
+    that tokens are drawn from, by a runner that does so in the pass.
     """
 
     tokens: NDArray[np.int64]
@@ -60,7 +60,8 @@ class RowScores:
 class SequenceRows:
     """Rows of one sequence: start: the place of the first in it; blocks: all of the sequence's;
     num_logit_rows: of the last ones. targets (n, K): of the n rows from `first_scored` on, 0 being
-    the first. drawn_with: by the pass, from the last row."""
+    the first. drawn_with: of the last rows, which the pass draws from; it keeps their logits too
+    where `keeps_logits`."""
 
     version: Version
     tokens: Sequence[int]
@@ -69,7 +70,8 @@ class SequenceRows:
     num_logit_rows: int
     first_scored: int = 0
     targets: NDArray[np.int64] | None = None
-    drawn_with: RowParams | None = None
+    drawn_with: Sequence[RowParams] = ()
+    keeps_logits: bool = False
 
 
 def ragged(sequences: Sequence[SequenceRows]) -> Batch:
@@ -81,7 +83,7 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
     sequence_of: list[int] = []
     logit_rows: list[int] = []
     versions: list[tuple[Version, int]] = []
-    drawn: list[tuple[int, RowParams]] = []
+    drawn: list[tuple[int, RowParams, bool]] = []
     for i, sequence in enumerate(sequences):
         tables[i, : len(sequence.blocks)] = sequence.blocks
         count, start = len(sequence.tokens), sequence.start
@@ -89,8 +91,9 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
         positions += range(start, start + count)
         sequence_of += [i] * count
         logit_rows += range(len(tokens) - sequence.num_logit_rows, len(tokens))
-        if sequence.drawn_with is not None:
-            drawn.append((len(tokens) - 1, sequence.drawn_with))
+        first_drawn = len(tokens) - len(sequence.drawn_with)
+        for row, params in enumerate(sequence.drawn_with, first_drawn):
+            drawn.append((row, params, sequence.keeps_logits))
         if versions and versions[-1][0] is sequence.version:
             versions[-1] = (sequence.version, versions[-1][1] + count)
         else:
@@ -107,11 +110,11 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
     )
 
 
-def _drawn_from(drawn: Sequence[tuple[int, RowParams]]) -> DrawnFrom | None:
+def _drawn_from(drawn: Sequence[tuple[int, RowParams, bool]]) -> DrawnFrom | None:
     if not drawn:
         return None
-    rows, params = zip(*drawn, strict=True)
-    return DrawnFrom(np.array(rows, np.int64), params)
+    rows, params, keeps = zip(*drawn, strict=True)
+    return DrawnFrom(np.array(rows, np.int64), params, np.array(keeps))
 
 
 def _targets(sequences: Sequence[SequenceRows]) -> Targets | None:

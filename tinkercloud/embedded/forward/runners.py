@@ -47,7 +47,8 @@ class Runner(Protocol):
     into batches; so keys and values may be used wherever the same tokens stand, and several rows
     of a sample in one pass, as drafts need them, are each what one would be. fuses_lm_head: in
     one kernel with the LM head it computes `scores` of a batch's targets and `candidates` of rows
-    that tokens are drawn from, without writing logits; the bits are those of logits."""
+    that tokens are drawn from, and writes logits of those alone that keep them; the bits are those
+    of logits."""
 
     is_exact: bool
     fuses_lm_head: bool

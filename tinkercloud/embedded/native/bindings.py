@@ -268,7 +268,9 @@ class NativeModel:
         row, number of rows, scale, factors), disjoint.
         """
         hidden = torch.empty(len(rows.tokens), self.config.hidden_size)
-        logits = self._logits_of(len(rows.logit_rows))
+        drawn_from, num_logits = rows.drawn_from, len(rows.logit_rows)
+        num_kept = 0 if drawn_from is None else drawn_from.num_kept
+        logits, kept_logits = self._logits_of(num_logits + num_kept).split((num_logits, num_kept))
         captured = torch.empty(len(rows.tokens), len(layers), self.config.hidden_size)
         numbers = np.array(layers, np.int64)
         fields = (rows.tokens, rows.positions, rows.sequence, rows.tables, rows.logit_rows)
@@ -287,7 +289,7 @@ class NativeModel:
         scores = None if rows.targets is None else Scores(rows.targets)
         if scores is not None:
             batch.scores = c.pointer(scores.request)
-        drawing = None if rows.drawn_from is None else Drawing(rows.drawn_from)
+        drawing = None if drawn_from is None else Drawing(drawn_from, kept_logits)
         if drawing is not None:
             batch.drawing = c.pointer(drawing.request)
         self.run(team, batch)

@@ -1,6 +1,6 @@
-"""Tokens that a pass draws without keeping logits (draw.c).
+"""Tokens that a pass draws while it makes logits (draw.c).
 
-Axes: N rows, V vocabulary.
+Axes: N rows, K of them with logits that are kept, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from tinkercloud.decoding.sampler import Candidates, RowParams
 from tinkercloud.embedded.native import structures as mirror
@@ -19,34 +20,44 @@ LIMIT = 16  # of a row's tokens that may win; two are many
 @dataclass(frozen=True, slots=True)
 class DrawnFrom:
     """rows int64 (N,): of a batch, ascending. params: what each is drawn with, of the whole
-    vocabulary."""
+    vocabulary. keeps bool (N,): whose logits are kept."""
 
     rows: NDArray[np.int64]
     params: Sequence[RowParams]
+    keeps: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
-        assert len(self.rows) == len(self.params)
+        assert len(self.rows) == len(self.params) == len(self.keeps)
         assert all(row.is_whole for row in self.params)
+
+    @property
+    def num_kept(self) -> int:
+        return int(self.keeps.sum())
 
 
 class Drawing:
-    """`candidates`, once a pass has run with `request`."""
+    """`candidates`, once a pass has run with `request`. logits (K, V): where those go that are
+    kept."""
 
-    def __init__(self, drawn_from: DrawnFrom):
+    def __init__(self, drawn_from: DrawnFrom, logits: Tensor):
         num = len(drawn_from.rows)
+        assert len(logits) == drawn_from.num_kept
         self.candidates = Candidates(
             norm=np.empty(num, np.float64),
             count=np.empty(num, np.int64),
             ids=np.empty((num, LIMIT), np.int64),
             words=np.empty((num, LIMIT), np.uint32),
             weights=np.empty((num, LIMIT), np.float32),
+            logits=logits,
         )
-        self._kept = (np.ascontiguousarray(drawn_from.rows), draws_of(drawn_from.params))
-        rows, draws = self._kept
+        places = np.where(drawn_from.keeps, np.cumsum(drawn_from.keeps) - 1, -1)
+        self._read = (np.ascontiguousarray(drawn_from.rows), draws_of(drawn_from.params), places)
+        rows, draws, _ = self._read
         each = self.candidates
         out = (each.norm, each.count, each.ids, each.words, each.weights)
         self.request = mirror.Drawing(
-            num, LIMIT, rows.ctypes.data, draws, *(array.ctypes.data for array in out)
+            *(num, LIMIT, rows.ctypes.data, draws, *(array.ctypes.data for array in out)),
+            *(places.ctypes.data, logits.data_ptr()),
         )
 
 

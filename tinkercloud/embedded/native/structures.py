@@ -103,6 +103,7 @@ class Drawing(c.Structure):
         ("rows", c.c_void_p),
         ("draws", c.POINTER(Draw)),
         *((name, c.c_void_p) for name in ("norms", "count", "ids", "words", "weights")),
+        *((name, c.c_void_p) for name in ("kept", "logits")),
     )
 
 

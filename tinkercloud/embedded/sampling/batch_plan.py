@@ -20,12 +20,12 @@ from tinkercloud.embedded.sampling.sequences import Sequence
 class BatchItem:
     """`count` more tokens of a sequence. drafted: proposals for what comes after its last token;
     logits are computed after that token and after each drafted one. drawn_with: the pass draws
-    what comes after its last token, without logits."""
+    what comes after these, and keeps the logits of drafts, which tell how likely they were."""
 
     sequence: Sequence
     count: int
     drafted: tuple[int, ...] = ()
-    drawn_with: RowParams | None = None
+    drawn_with: tuple[RowParams, ...] = ()
 
     @property
     def version(self) -> Version:
@@ -72,7 +72,7 @@ class BatchItem:
     def num_logit_rows(self) -> int:
         if self.all_rows:
             return self.count
-        if self.drawn_with is not None:
+        if self.drawn_with:
             return 0
         return 1 + len(self.drafted) if self.ends else 0
 
@@ -84,6 +84,7 @@ class BatchItem:
         rows = SequenceRows(
             *(self.version, tokens, start, sequence.blocks, self.num_logit_rows),
             drawn_with=self.drawn_with,
+            keeps_logits=bool(self.drafted),
         )
         targets = self.targets
         if targets is None:

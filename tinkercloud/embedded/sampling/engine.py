@@ -256,11 +256,12 @@ class SamplingEngine:
 
 
 def _with_fused_draw(item: BatchItem) -> BatchItem:
-    """Its next token comes without logits, where nothing else asks for them."""
+    """The pass draws what comes next, where nothing else asks for logits."""
     sequence = item.sequence
-    if not item.is_decode or item.drafted or not sequence.job.draws_whole or sequence.needs_logits:
+    if not item.is_decode or not sequence.job.draws_whole or sequence.needs_logits:
         return item
-    return replace(item, drawn_with=sequence.row_params())
+    places = range(1 + len(item.drafted))
+    return replace(item, drawn_with=tuple(sequence.row_params(place) for place in places))
 
 
 def _hidden_states(state: BaseState) -> Tensor | None:

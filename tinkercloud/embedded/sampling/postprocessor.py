@@ -4,13 +4,21 @@ Axes: W rows with logits, V vocabulary, M rows of a pass, L layers that a drafte
 D hidden size.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tinkercloud.decoding.sampler import Drawn, RowParams, sample, sample_candidates, topk_rows
+from tinkercloud.decoding.sampler import (
+    Candidates,
+    Drawn,
+    RowParams,
+    sample,
+    sample_candidates,
+    topk_rows,
+)
 from tinkercloud.embedded.forward.batch import RowScores
 from tinkercloud.embedded.sampling.base_states import BaseState, BaseStates
 from tinkercloud.embedded.sampling.batch_plan import BatchItem, DrawnRows, LaunchedPass
@@ -42,29 +50,52 @@ class _ScoreReader:
         item.sequence.job.scores.record(rows, logits, self._scores.norms[norms])
 
 
-class _FusedDraws:
-    """What a pass drew without logits, sample by sample."""
+@dataclass(slots=True)
+class _Group:
+    """Samples whose tokens are drawn from rows that keep their logits, or from rows that do not.
+    kept: the logits of these rows, among those that the pass kept."""
 
-    def __init__(self, launched: LaunchedPass):
-        self._candidates = launched.candidates
-        self._params: list[RowParams] = []
-        self.draws: list[DrawnRows] = []
+    draws: list[DrawnRows] = field(default_factory=list)
+    params: list[RowParams] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
+
+
+class _FusedDraws:
+    """What a pass drew, sample by sample: of those with drafts the logits are there too."""
+
+    def __init__(self, candidates: Candidates | None):
+        self._candidates = candidates
+        self._plain, self._verified = _Group(), _Group()
+        self._num_rows = self._num_kept = 0
 
     def add(self, item: BatchItem, hidden: Tensor | None) -> bool:
-        """Whether the item has its token; else the next step computes it again, with logits."""
+        """hidden (1 + drafted, L, D), or None. Whether the item has its tokens; else the next step
+        computes it again, with logits."""
         assert self._candidates is not None
-        assert item.drawn_with is not None
-        row = len(self._params)
-        self._params.append(item.drawn_with)
-        if self._candidates.count[row] <= 0:
+        num = len(item.drawn_with)
+        rows = range(self._num_rows, self._num_rows + num)
+        kept = range(self._num_kept, self._num_kept + num) if item.drafted else ()
+        self._num_rows, self._num_kept = rows.stop, self._num_kept + len(kept)
+        if not (self._candidates.count[rows.start : rows.stop] > 0).all():
             item.sequence.needs_logits = True
             return False
-        self.draws.append(DrawnRows(item.sequence, row, (), hidden))
+        group = self._verified if item.drafted else self._plain
+        group.draws.append(DrawnRows(item.sequence, len(group.rows), item.drafted, hidden))
+        group.params += item.drawn_with
+        group.rows += rows
+        group.kept += kept
         return True
 
-    def tokens(self) -> Drawn:
-        assert self._candidates is not None
-        return sample_candidates(self._candidates, self._params)
+    def drawn(self) -> Iterator[tuple[list[DrawnRows], Drawn]]:
+        for group in (self._plain, self._verified):
+            if group.draws:
+                assert self._candidates is not None
+                logits = self._candidates.logits
+                if len(group.kept) < len(logits):  # as a rule there are as many: nothing is copied
+                    logits = logits[group.kept]
+                found = self._candidates.of(group.rows, logits)
+                yield group.draws, sample_candidates(found, group.params)
 
 
 class Postprocessor:
@@ -87,16 +118,19 @@ class Postprocessor:
         draws: list[DrawnRows] = []
         rows: list[int] = []  # of the pass's logits, in the order of `draws`
         end = num_rows = 0
-        drawn = _FusedDraws(launched)
+        fused = _FusedDraws(launched.candidates)
         scores = _ScoreReader(launched.scores)
         for item in launched.items:
             start, end = end, end + item.num_logit_rows
             num_rows += item.num_rows
-            if item.drawn_with is not None:
-                if drawn.add(item, None if hidden is None else hidden[num_rows - 1 : num_rows]):
+            first_seen = num_rows - (len(item.drawn_with) or item.num_logit_rows)
+            seen = None if hidden is None else hidden[first_seen:num_rows]
+            if item.drawn_with:
+                if fused.add(item, seen):
                     self._scheduler.computed(item)
+                elif item.drafted and state.speculation is not None:
+                    state.speculation.drop_draft(item.sequence)
                 continue
-            seen = None if hidden is None else hidden[num_rows - item.num_logit_rows : num_rows]
             if hidden is not None and item.ends and item.sequence.is_prompt:
                 last = num_rows - len(item.drafted)
                 first = last - min(item.count, DRAFTER_ROWS)
@@ -110,8 +144,8 @@ class Postprocessor:
                 rows += range(end - len(draw.rows), end)
         if draws:
             self._draw(draws, logits if len(rows) == len(logits) else logits[rows], state)
-        if drawn.draws:
-            self._keep(drawn.draws, drawn.tokens(), state)
+        for fused_draws, drawn in fused.drawn():
+            self._keep(fused_draws, drawn, state)
 
     def begin(self, samples: list[Sequence]) -> None:
         """Draw the first tokens of new samples from their prompts' logits."""

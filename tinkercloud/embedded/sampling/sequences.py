@@ -57,7 +57,7 @@ class Sequence:
     num_streamed: int = 0  # of its sampled tokens: the request's stream has these
     committed: list[tuple[int, float, TopkRow | None]] = field(default_factory=list)
     grammar: SampleGrammar | None = None
-    needs_logits: bool = False  # a pass could not draw its token without them
+    needs_logits: bool = False  # a pass could not draw its token itself
 
     @property
     def is_prompt(self) -> bool:

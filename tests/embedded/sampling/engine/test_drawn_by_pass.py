@@ -1,4 +1,5 @@
-"""Samples whose tokens the compiled pass draws without logits, beside those that need logits."""
+"""Samples whose tokens the compiled pass draws, with drafts and without, beside those that need
+logits."""
 
 from itertools import count
 
@@ -6,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.embedded.speculative_engine import Drafting, knowing
 from tests.embedded.tiny import Sampler, ask, random_prompt, same
-from tinkercloud.core.types import SampleRequest
+from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.batch import Batch
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.sampling import engine
+from tinkercloud.embedded.sampling.engine import SamplingEngine
 
 pytestmark = [
     pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here"),
@@ -32,6 +35,14 @@ def requests(base: str) -> dict[str, tuple[str, SampleRequest]]:
         "with top-k": ask(prompt, max_tokens=20, topk_sample_logprobs=3),
     }
     return {name: (base, request) for name, request in asked.items()}
+
+
+def speculating(store: ModelStore, outputs: dict[str, SampleOutput], base: str) -> Sampler:
+    """With drafts of three tokens, of which every fifth place's is wrong."""
+    drafting = Drafting(lambda _: knowing(outputs, requests(base), 5), 3)
+    sampler = Sampler(store)
+    sampler.engine = SamplingEngine(max_batch=64, kv_cache_bytes=2**30, speculate=drafting)
+    return sampler
 
 
 def rows_drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -80,5 +91,41 @@ def test_a_token_that_no_pass_can_draw_comes_with_logits_in_the_next_one(
     outputs = Sampler(store).run(requests(base))
     assert max(seen) == 5
     assert 2 in seen, "three of five are not tried again"
+    for name, output in expected.items():
+        same(outputs[name], output)
+
+
+def test_drafts_are_verified_by_tokens_that_the_pass_draws(
+    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Sampler(store).run(requests(base))
+    seen = rows_drawn(monkeypatch)
+    outputs = speculating(store, expected, base).run(requests(base))
+    assert 15 < max(seen) <= 5 * 4, "a row for each drafted token, and one for the next"
+    for name, output in expected.items():
+        same(outputs[name], output)
+
+
+def test_a_draft_with_a_token_that_no_pass_can_draw_is_dropped(
+    store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Sampler(store).run(requests(base))
+    seen, calls = rows_drawn(monkeypatch), count()
+    watched = runners.NativeRunner.forward
+
+    def too_many(runner: runners.NativeRunner, batch: Batch, pool: BlockPool) -> torch.Tensor:
+        logits = watched(runner, batch, pool)
+        found = runner.candidates
+        if found is not None and next(calls) == 1:
+            found.count[[0, 9]] = -1  # of the first sample's rows and of another's
+            found.ids[[0, 9]] = 0
+        return logits
+
+    monkeypatch.setattr(runners.NativeRunner, "forward", too_many)
+    sampler = speculating(store, expected, base)
+    outputs = sampler.run(requests(base))
+    broken = [num > 0 for num in seen].index(True) + 1
+    assert 12 < seen[broken] <= 5 * 4
+    assert seen[broken + 1] <= 3 * 4, "two of five are not tried again"
     for name, output in expected.items():
         same(outputs[name], output)

@@ -1,5 +1,6 @@
-/* The end of a pass over rows from which one token each is drawn: scan.c without the logits. Each
-   partition of the vocabulary offers what of it may win, and the best of all offers stay. */
+/* The end of a pass over rows from which one token each is drawn: scan.c while the logits are made,
+   and without keeping them where nobody asks. Each partition of the vocabulary offers what of it may
+   win, and the best of all offers stay. */
 
 #include "log_sum_exp.h"
 #include "noise.h"
@@ -109,10 +110,15 @@ static void offer_best(offers_t *offers, const draw_t *draw, _Atomic double *bou
 
 static void draw_part(const walk_t *w, int64_t row, int64_t part, float *logits) {
   const pass_t *p = w->p;
-  const draw_t *draw = &p->batch->drawing->draws[row];
+  const drawing_t *drawing = p->batch->drawing;
+  const draw_t *draw = &drawing->draws[row];
   range_t tokens = partition_at(p->model->vocab, part);
   int64_t place = row * partitions_of(p->model->vocab) + part, size = tokens.end - tokens.first;
+  int64_t kept = drawing->kept[row];
   offers_t *offers = &p->offers[place];
+  if (kept >= 0)
+    memcpy(drawing->logits + kept * p->model->vocab + tokens.first, logits,
+           (size_t)size * sizeof *logits);
   float t = draw->temperature;
   if (t > 0.0f && t != 1.0f)
     for (int64_t i = 0; i < size; i++) logits[i] = logits[i] / t;

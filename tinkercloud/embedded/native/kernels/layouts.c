@@ -70,7 +70,7 @@ const layout_t layouts[] = {
     STRUCTURE(drawing),
     FIELD(drawing, num_rows), FIELD(drawing, limit), FIELD(drawing, rows), FIELD(drawing, draws),
     FIELD(drawing, norms), FIELD(drawing, count), FIELD(drawing, ids), FIELD(drawing, words),
-    FIELD(drawing, weights),
+    FIELD(drawing, weights), FIELD(drawing, kept), FIELD(drawing, logits),
     STRUCTURE(draw),
     FIELD(draw, temperature), FIELD(draw, top_k), FIELD(draw, top_p), FIELD(draw, seed),
     FIELD(draw, sample), FIELD(draw, position),

@@ -110,8 +110,8 @@ typedef struct {
   double *norms; /* out: [num_rows], the log of the sum of exp of all logits of a row */
 } scores_t;
 
-/* Rows from which a token each is drawn, and nothing else of their logits is wanted: all of the
-   vocabulary can be drawn. What may win is as of a `scan_t`, with its weights. */
+/* Rows from which a token each is drawn: all of the vocabulary can be drawn. What may win is as of a
+   `scan_t`, with its weights. Of most rows nothing else is wanted of their logits. */
 typedef struct {
   int64_t num_rows, limit;
   const int64_t *rows; /* of the batch, ascending */
@@ -121,6 +121,8 @@ typedef struct {
   int64_t *ids;        /* out: [num_rows][limit] */
   uint32_t *words;     /* out: [num_rows][limit], the noise's random numbers */
   float *weights;      /* out: [num_rows][limit] */
+  const int64_t *kept; /* [num_rows]: which of `logits` are the row's; -1: they are not kept */
+  float *logits;       /* out: [number of rows that keep theirs][V] */
 } drawing_t;
 
 /* Rows from which a draft head draws a token each, of all that it can: its number among them, -1

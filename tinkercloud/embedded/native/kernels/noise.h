@@ -1,5 +1,5 @@
 /* The Gumbel-max trick (decoding/sampler.py) with logarithms for a few tokens only: of a look at
-   whole logits (scan.c) and of a draw without them (draw.c).
+   whole logits (scan.c) and of a draw beside making them (draw.c).
 
    A token's score is its weight (logit / temperature) plus noise, -log(-log1p(-u)) with u uniform.
    Noise above LUCK is rare, and a token without it needs a weight close to the best score known:
