@@ -243,3 +243,22 @@ def test_accumulated_batches_step_as_their_mean_does(trained_head):
         ends.append(trainer.params)
     for name in ends[0]:
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_samples_wait_for_a_training_only_where_quiet_time_had_none(trained_head, tmp_path):
+    policy, _ = trained_head
+    driver = TrainingDriver(
+        trainer_of(policy.weights), filled(policy), DraftFolder(tmp_path), TimeBudget(0.5),
+        TrainingSettings(plan=Plan(num_steps=2)),
+    )  # fmt: skip
+
+    def overdue_at(step: int) -> bool:
+        driver.policy_stepped(step, 10.0)
+        assert driver.is_due()
+        return driver.is_overdue
+
+    assert [overdue_at(step) for step in (1, 2, 3)] == [False, False, True]
+    assert driver.work(quiet=True) is not None
+    assert [overdue_at(step) for step in (4, 5)] == [False, False]
+    assert driver.budget.is_overdue, "that is not what it waits for"
+    assert overdue_at(6)

@@ -148,6 +148,11 @@ class TrainingResult:
         }
 
 
+# Of the policy without a training of the draft, after which that is done although samples wait. A
+# training between two steps, as quiet time mostly allows, is early enough for drafts to follow.
+OVERDUE_STEPS = 3
+
+
 class TrainingDriver(Generic[Batch]):
     """Owned by one thread, which calls `work` when it has nothing better to do."""
 
@@ -182,6 +187,13 @@ class TrainingDriver(Generic[Batch]):
         if self._fit is not None:
             return True
         return self.trigger.due(self._step) is not None and self.can_learn
+
+    @property
+    def is_overdue(self) -> bool:
+        """Due, with much of the budget unspent, and the last training ended some steps ago: quiet
+        time does not suffice."""
+        waited = self.trigger.steps_since_update(self._step)
+        return self.budget.is_overdue and waited >= OVERDUE_STEPS and self.is_due()
 
     @property
     def can_learn(self) -> bool:

@@ -237,9 +237,8 @@ class OnlineTrainer:
     @property
     @isolates_errors
     def is_overdue(self) -> bool:
-        """Due, and much of the budget is unspent."""
-        driver = self._driver
-        return driver is not None and driver.budget.is_overdue and driver.is_due()
+        """Due, although samples wait."""
+        return self._driver is not None and self._driver.is_overdue
 
     @property
     @isolates_errors

@@ -62,12 +62,16 @@ class Trigger:
         if self.is_asked:
             return ASKED
         every = self._settings.every_steps
-        if every and step - self._updated_at >= every:
-            return f"{step - self._updated_at} policy steps"
+        if every and self.steps_since_update(step) >= every:
+            return f"{self.steps_since_update(step)} policy steps"
         if self.smoothed is not None and self.smoothed <= self.peak - self._settings.fall:
             return f"acceptance fell from {self.peak:.3f} to {self.smoothed:.3f}"
         enough = self.num_cases >= self._patience * self._settings.least_cases
         return f"{self.num_cases} new cases" if enough and self._has_room else None
+
+    def steps_since_update(self, step: int) -> int:
+        """Steps of the policy since a training ended."""
+        return step - self._updated_at
 
     def updated(self, step: int, *, better: bool = True) -> None:
         """A draft was trained: from here on the peak is that of the new draft. One that is no
