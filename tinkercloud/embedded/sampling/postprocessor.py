@@ -90,12 +90,14 @@ class _FusedDraws:
     def drawn(self) -> Iterator[tuple[list[DrawnRows], Drawn]]:
         for group in (self._plain, self._verified):
             if group.draws:
-                assert self._candidates is not None
-                logits = self._candidates.logits
-                if len(group.kept) < len(logits):  # as a rule there are as many: nothing is copied
-                    logits = logits[group.kept]
-                found = self._candidates.of(group.rows, logits)
-                yield group.draws, sample_candidates(found, group.params)
+                yield group.draws, sample_candidates(self._of(group), group.params)
+
+    def _of(self, group: _Group) -> Candidates:
+        found = self._candidates
+        assert found is not None
+        if len(group.rows) == len(found.count):
+            return found
+        return found.of(group.rows, _rows_of(found.logits, group.kept))
 
 
 class Postprocessor:
@@ -143,7 +145,7 @@ class Postprocessor:
                 draws.append(draw)
                 rows += range(end - len(draw.rows), end)
         if draws:
-            self._draw(draws, logits if len(rows) == len(logits) else logits[rows], state)
+            self._draw(draws, _rows_of(logits, rows), state)
         for fused_draws, drawn in fused.drawn():
             self._keep(fused_draws, drawn, state)
 
@@ -221,6 +223,11 @@ class Postprocessor:
         self._scheduler.finish(sequence for sequence, _ in complete)
         for sequence, stopped in complete:
             sequence.job.finish(sequence, stopped=stopped)
+
+
+def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    """rows: distinct, ascending; as a rule all of them, and nothing is copied."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _append(sequence: Sequence, token: int, logprob: float, logprobs: Callable[[], Tensor]) -> bool:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.embedded.speculative_engine import Drafting, knowing
-from tests.embedded.tiny import Sampler, ask, random_prompt, same
+from tests.embedded.speculative_engine import Drafting, all_same, knowing
+from tests.embedded.tiny import Sampler, ask, random_prompt
 from tinkercloud.core.types import SampleOutput, SampleRequest
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.forward.batch import Batch
@@ -58,6 +58,21 @@ def rows_drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+def fail_draws(monkeypatch: pytest.MonkeyPatch, number: int, rows: slice | list[int]) -> None:
+    """The pass of that number, of those that draw, draws no token of these rows."""
+    calls, forward = count(), runners.NativeRunner.forward
+
+    def too_many(runner: runners.NativeRunner, batch: Batch, pool: BlockPool) -> torch.Tensor:
+        logits = forward(runner, batch, pool)
+        found = runner.candidates
+        if found is not None and next(calls) == number:
+            found.count[rows] = -1
+            found.ids[rows], found.weights[rows] = 0, np.nan
+        return logits
+
+    monkeypatch.setattr(runners.NativeRunner, "forward", too_many)
+
+
 def test_the_tokens_are_those_that_logits_give(
     store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,31 +83,19 @@ def test_the_tokens_are_those_that_logits_give(
     del seen[:]
     expected = Sampler(store).run(requests(base))
     assert not any(seen)
-    for name, output in expected.items():
-        same(drawn[name], output)
+    all_same(drawn, expected)
 
 
 def test_a_token_that_no_pass_can_draw_comes_with_logits_in_the_next_one(
     store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = Sampler(store).run(requests(base))
-    seen, calls = rows_drawn(monkeypatch), count()
-    watched = runners.NativeRunner.forward
-
-    def too_many(runner: runners.NativeRunner, batch: Batch, pool: BlockPool) -> torch.Tensor:
-        logits = watched(runner, batch, pool)
-        found = runner.candidates
-        if found is not None and next(calls) == 4:
-            found.count[::2] = -1
-            found.ids[::2], found.weights[::2] = 0, np.nan
-        return logits
-
-    monkeypatch.setattr(runners.NativeRunner, "forward", too_many)
+    seen = rows_drawn(monkeypatch)
+    fail_draws(monkeypatch, 4, slice(None, None, 2))
     outputs = Sampler(store).run(requests(base))
     assert max(seen) == 5
     assert 2 in seen, "three of five are not tried again"
-    for name, output in expected.items():
-        same(outputs[name], output)
+    all_same(outputs, expected)
 
 
 def test_drafts_are_verified_by_tokens_that_the_pass_draws(
@@ -102,30 +105,18 @@ def test_drafts_are_verified_by_tokens_that_the_pass_draws(
     seen = rows_drawn(monkeypatch)
     outputs = speculating(store, expected, base).run(requests(base))
     assert 15 < max(seen) <= 5 * 4, "a row for each drafted token, and one for the next"
-    for name, output in expected.items():
-        same(outputs[name], output)
+    all_same(outputs, expected)
 
 
 def test_a_draft_with_a_token_that_no_pass_can_draw_is_dropped(
     store: ModelStore, base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = Sampler(store).run(requests(base))
-    seen, calls = rows_drawn(monkeypatch), count()
-    watched = runners.NativeRunner.forward
-
-    def too_many(runner: runners.NativeRunner, batch: Batch, pool: BlockPool) -> torch.Tensor:
-        logits = watched(runner, batch, pool)
-        found = runner.candidates
-        if found is not None and next(calls) == 1:
-            found.count[[0, 9]] = -1  # of the first sample's rows and of another's
-            found.ids[[0, 9]] = 0
-        return logits
-
-    monkeypatch.setattr(runners.NativeRunner, "forward", too_many)
+    seen = rows_drawn(monkeypatch)
+    fail_draws(monkeypatch, 1, [0, 9])  # of the first sample's rows and of another's
     sampler = speculating(store, expected, base)
     outputs = sampler.run(requests(base))
     broken = [num > 0 for num in seen].index(True) + 1
     assert 12 < seen[broken] <= 5 * 4
     assert seen[broken + 1] <= 3 * 4, "two of five are not tried again"
-    for name, output in expected.items():
-        same(outputs[name], output)
+    all_same(outputs, expected)
