@@ -127,8 +127,11 @@ def test_a_group_whose_drafts_stand_more_often_is_told_apart():
 def test_groups_are_remembered_up_to_a_limit():
     acceptance = Acceptance(K, Prior(num_groups=10))
     for group in range(50):
-        acceptance.learn(a_round([(0.9,)], [1], (group,)))
-    assert len(acceptance._groups) == 10
+        acceptance.learn(a_round([(0.9,)], [group % 2], (group,)))
+    assert acceptance.overall > 0.0
+    rates = acceptance.survivals([(0.9,)] * 51, (*range(50), "new"))[:, 0]
+    assert all(rates[:40] == rates[50])
+    assert all(rates[40:50] != rates[50])
 
 
 def test_before_drafting_drafts_are_foreseen_as_short_and_as_good_as_they_were():

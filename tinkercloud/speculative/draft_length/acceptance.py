@@ -11,6 +11,7 @@ A group of samples whose drafts are accepted more often than expected, or less, 
 Axes: B sequences, D depths, C buckets of confidence.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,7 @@ from numpy.typing import NDArray
 from tinkercloud.speculative.draft_length.rounds import Round
 
 Array = NDArray[np.float64]
-Mask = NDArray[np.bool_]
-EDGES = np.array((0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97))
+EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97)
 BUCKETS = len(EDGES) + 1
 DEEPER_LEANING = 2.0
 MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
@@ -48,14 +48,15 @@ class Acceptance:
 
     def __init__(self, max_depth: int = 8, prior: Prior | None = None) -> None:
         self._prior = prior or Prior()
-        self._judged = np.zeros((max_depth, BUCKETS))
-        self._accepted = np.zeros((max_depth, BUCKETS))
-        self._requested = np.zeros(max_depth)  # sequences asked for this depth, verified up to it
-        self._verified = np.zeros(max_depth)
-        self._asked = np.zeros(max_depth)  # the same, of drafts that came as far as the one before
-        self._seen = np.zeros((max_depth, BUCKETS))  # tokens that came, verified or not
+        self._tokens = np.zeros((3, max_depth, BUCKETS))
+        # seen: tokens that came, verified or not
+        self._judged, self._accepted, self._seen = self._tokens
+        self._drafts = np.zeros((3, max_depth))
+        # requested: sequences asked for this depth, verified up to it; asked: the same, of drafts
+        # that came as far as the one before
+        self._requested, self._verified, self._asked = self._drafts
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
-        self._rates = self._fitted()
+        self._fitted_rates: Array | None = None  # of the counts as they are
 
     @property
     def overall(self) -> float:
@@ -111,41 +112,34 @@ class Acceptance:
             self._requested[0] += num_asked
             self._asked[0] += num_asked
             return
-        padded, lengths = self._padded(last_round.confidences)
-        depths = np.arange(len(self._judged))
-
-        def reaches(counts: Sequence[int]) -> Mask:
-            """(B, D): whether the depth is among the first so many tokens of each sequence."""
-            return depths < np.array(counts, np.int64)[:, None]
-
+        depth = self._drafts.shape[1]
         # What is not verified is seen too, or a drafter that was bad once would stay so for good.
-        judged, accepted = reaches(last_round.num_compared), reaches(last_round.num_right)
-        self.age(float(np.exp(-judged.sum() / self._prior.memory)))
-        buckets = _buckets(padded)
-        self._learn_groups(last_round.groups, judged, accepted, self._rates[depths, buckets])
-        columns = np.broadcast_to(depths, judged.shape)
-        np.add.at(self._judged, (columns[judged], buckets[judged]), 1.0)
-        np.add.at(self._accepted, (columns[accepted], buckets[accepted]), 1.0)
-        within = reaches([num + 1 for num in last_round.verified])
-        self._requested += (reaches(last_round.limits) & within).sum(0)
-        self._verified += reaches(last_round.verified).sum(0)
-        # A draft that ends with an unsure token may have had more to say.
-        ends = [
-            bool(draft) and draft[-1] < last_round.unsure_below for draft in last_round.confidences
-        ]
-        came, ahead = reaches(lengths.tolist()), reaches((lengths + 1 - np.array(ends)).tolist())
-        self._asked += (reaches(last_round.limits) & ahead).sum(0)
-        np.add.at(self._seen, (columns[came], buckets[came]), 1.0)
-        self._rates = self._fitted()
+        compared, right = last_round.num_compared, last_round.num_right
+        # Places in the flat (D, C); of each draft, depths of `_drafts`.
+        judged, accepted, seen = list[int](), list[int](), list[int]()
+        requested, asked = list[int](), list[int]()
+        for row, draft in enumerate(last_round.confidences):
+            places = [i * BUCKETS + bisect_right(EDGES, c) for i, c in enumerate(draft[:depth])]
+            judged += places[: compared[row]]
+            accepted += places[: right[row]]
+            seen += places
+            # A draft that ends with an unsure token may have had more to say.
+            ends = bool(draft) and draft[-1] < last_round.unsure_below
+            limit = last_round.limits[row]
+            requested.append(min(limit, last_round.verified[row] + 1))
+            asked.append(min(limit, len(places) + 1 - ends))
+        self._learn_groups(last_round.groups, last_round.confidences, compared, right)
+        self.age(float(np.exp(-len(judged) / self._prior.memory)))
+        for counts, some in zip(self._tokens, (judged, accepted, seen), strict=True):
+            counts += np.bincount(some, minlength=counts.size).reshape(counts.shape)
+        reached = np.array((requested, last_round.verified, asked))
+        self._drafts += (np.arange(depth) < reached[:, :, None]).sum(1)
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
-        for counts in (
-            *(self._judged, self._accepted, self._requested, self._verified),
-            *(self._asked, self._seen),
-        ):
-            counts *= factor
-        self._rates = self._fitted()
+        self._tokens *= factor
+        self._drafts *= factor
+        self._fitted_rates = None
 
     def expect(self, rates: Sequence[float]) -> None:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
@@ -158,22 +152,26 @@ class Acceptance:
         self._accepted[:] = self._judged * expected
         self._requested[:] = self._verified[:] = self._prior.expected
         self._groups.clear()
-        self._rates = self._fitted()
+        self._fitted_rates = None
+
+    @property
+    def _rates(self) -> Array:
+        """(D, C)"""
+        if self._fitted_rates is None:
+            self._fitted_rates = self._fitted()
+        return self._fitted_rates
 
     def _fitted(self) -> Array:
-        lean, rates = self._prior.leaning, np.empty_like(self._judged)
+        lean = self._prior.leaning
         deeper_lean = DEEPER_LEANING * lean  # few counts of many places are no reason to differ
-        judged, accepted = (
-            np.cumsum(counts[::-1], 0)[::-1] for counts in (self._judged, self._accepted)
-        )
-        rate = np.full(BUCKETS, self.overall)
-        for depth in range(len(rates)):
-            if not judged[depth].any():
-                rates[depth:] = rate
-                break
-            rate = (accepted[depth] + deeper_lean * rate) / (judged[depth] + deeper_lean)
-            rates[depth] = (self._accepted[depth] + lean * rate) / (self._judged[depth] + lean)
-        return rates
+        judged, accepted = np.cumsum(self._tokens[:2, ::-1], 1)[:, ::-1]
+        wider, chain = [self.overall] * BUCKETS, list[list[float]]()
+        for num_right, num_all in zip(accepted.tolist(), judged.tolist(), strict=True):
+            if any(num_all):
+                of_each = zip(num_right, num_all, wider, strict=True)
+                wider = [(r + deeper_lean * w) / (n + deeper_lean) for r, n, w in of_each]
+            chain.append(wider)
+        return (self._accepted + lean * np.array(chain)) / (self._judged + lean)
 
     def _shares(self) -> Array:
         """(D, C): of the tokens that come at a depth, those of each confidence. With few counts it
@@ -200,15 +198,22 @@ class Acceptance:
         return np.array([[(accepted + lean) / (expected + lean)] for expected, accepted in counts])
 
     def _learn_groups(
-        self, groups: Sequence[Hashable], judged: Mask, accepted: Mask, rates: Array
+        self,
+        groups: Sequence[Hashable],
+        drafts: Sequence[Sequence[float]],
+        compared: Sequence[int],
+        right: Sequence[int],
     ) -> None:
+        depth, rates = self._drafts.shape[1], self._rates
         fade = 1.0 - 1.0 / (self._prior.leaning * 8)
-        for i, group in enumerate(groups):
-            if group is None or not judged[i].any():
+        for row, group in enumerate(groups):
+            judged = drafts[row][: min(compared[row], depth)]
+            if group is None or not judged:
                 continue
+            expected = sum(rates.item(i, bisect_right(EDGES, c)) for i, c in enumerate(judged))
             num_expected, num_accepted = self._groups.pop(group, (0.0, 0.0))
-            num_expected = fade * num_expected + float(rates[i][judged[i]].sum())
-            self._groups[group] = (num_expected, fade * num_accepted + float(accepted[i].sum()))
+            num_accepted = fade * num_accepted + min(right[row], depth)
+            self._groups[group] = (fade * num_expected + expected, num_accepted)
         while len(self._groups) > self._prior.num_groups:
             self._groups.popitem(last=False)
 

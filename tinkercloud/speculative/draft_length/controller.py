@@ -226,3 +226,5 @@ class DraftLengthController(DraftLength):
         estimates.drafting.observe(sum(last_round.limits), steps, times.draft_ms / slowdown)
         if any(last_round.limits):
             estimates.acceptance.learn(last_round)
+        if not any(last_round.confidences):
+            self._planner.keep_plan()

@@ -6,8 +6,6 @@ Milliseconds here are those of the machine as it was at the start (`costs`): a s
 look like a deep draft.
 """
 
-import numpy as np
-
 MEMORY = 0.995  # of what was learned, per round
 OUTLIER = 3.0  # times what was expected: a time counts at most so much
 SETTLED = 8  # rounds after which outliers are known
@@ -20,18 +18,17 @@ class DraftCosts:
     """Milliseconds as a sum with coefficients (round, step, token) that are not negative."""
 
     def __init__(self, round_ms: float = 0.0, step_ms: float = 0.0, token_ms: float = 0.0) -> None:
-        self.coefficients = np.array([round_ms, step_ms, token_ms])
-        self._squares = np.zeros((3, 3))
-        self._products = np.zeros(3)
-        self.num_rounds = 0  # that were learned from
+        self.forget()
+        self.coefficients = [round_ms, step_ms, token_ms]
 
     def ms(self, tokens: float, steps: int) -> float:
         """Of asking for `tokens` in all, the longest draft having `steps`."""
-        return float(self.coefficients @ (1.0, steps, tokens)) if steps else 0.0
+        round_ms, step_ms, token_ms = self.coefficients
+        return round_ms + step_ms * steps + token_ms * tokens if steps else 0.0
 
     @property
     def token_ms(self) -> float:
-        return float(self.coefficients[2])
+        return self.coefficients[2]
 
     def observe(self, tokens: int, steps: int, ms: float) -> None:
         """A round that asked for tokens; errors count in proportion, not in milliseconds."""
@@ -41,23 +38,26 @@ class DraftCosts:
             ms = min(ms, OUTLIER * self.ms(tokens, steps) + TINY)
         ms = max(ms, TINY)
         self.num_rounds += 1
-        features = np.array((1.0, steps, tokens)) / ms
-        self._squares = MEMORY * self._squares + np.outer(features, features)
-        self._products = MEMORY * self._products + features
+        features = 1.0 / ms, steps / ms, tokens / ms
+        for i, feature in enumerate(features):
+            row = self._squares[i]
+            row[:] = [MEMORY * s + feature * f for s, f in zip(row, features, strict=True)]
+            self._products[i] = MEMORY * self._products[i] + feature
         if self.num_rounds <= SETTLED or self.num_rounds % SOLVE_EVERY == 0:
             self._solve()
 
     def forget(self) -> None:
         """As nothing was learned: times of a slow minute, or of a network that had to be read from
         memory, would be corrected by no round where they keep drafts from being asked for."""
-        self.coefficients[:] = self._products[:] = 0.0
-        self._squares[:] = 0.0
-        self.num_rounds = 0
+        self.coefficients = [0.0] * 3
+        self._products = [0.0] * 3
+        self._squares = [[0.0] * 3 for _ in range(3)]
+        self.num_rounds = 0  # that were learned from
 
     def _solve(self) -> None:
         """Least squares by coordinate descent, no coefficient below 0, from where they were."""
-        solution, squares = self.coefficients, self._squares
+        solution = self.coefficients
         for _ in range(SWEEPS):
-            for i in range(3):
-                others = squares[i] @ solution - squares[i, i] * solution[i]
-                solution[i] = max(0.0, (self._products[i] - others) / squares[i, i])
+            for i, row in enumerate(self._squares):
+                found = sum(s * x for s, x in zip(row, solution, strict=True))
+                solution[i] = max(0.0, solution[i] + (self._products[i] - found) / row[i])

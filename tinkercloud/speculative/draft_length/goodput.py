@@ -45,12 +45,12 @@ class Limit:
 
 
 def allocate(
-    survival: Array, rows: Array, cost: Cost, plain_ms: float, limit: Limit | None = None
+    survival: Array, rows: Array | None, cost: Cost, plain_ms: float, limit: Limit | None = None
 ) -> Allocation:
     """survival (B, D), never rising along D; 0: no such token. rows (B, D): what each is expected
-    to take of a forward, 1 where it is drafted already. plain_ms: of a round without drafts."""
+    to take of a forward; None: 1, it is drafted already. plain_ms: of a round without drafts."""
     limit = limit or Limit()
-    order = _order(survival, survival)
+    order = _order(survival)
     goodput = _goodput(survival, rows, order, cost, limit.rows)
     plain = len(survival) / plain_ms
     most = int(np.argmax(goodput))
@@ -58,29 +58,36 @@ def allocate(
         return Allocation((0,) * len(survival), plain, plain)
     best = float(goodput[most])
     if limit.urgency is not None:
-        urgent = _order(survival, survival * limit.urgency[:, None])
+        urgent = _order(survival * limit.urgency[:, None])
         weighted = _goodput(survival, rows, urgent, cost, limit.rows)
         if most < len(weighted) and weighted[most] >= max(plain, (1.0 - limit.sacrifice) * best):
             order, best = urgent, float(weighted[most])
     return Allocation(_counts(order[:most], survival.shape), best, plain)
 
 
-def _order(survival: Array, weights: Array) -> NDArray[np.int64]:
-    """Indices into the flat (B, D), likeliest first; of equals the shallower one."""
-    flat = weights.ravel()
-    order = np.argsort(-flat, kind="stable")
-    return order[survival.ravel()[order] > 0]
+def _order(weights: Array) -> NDArray[np.int64]:
+    """Indices into the flat (B, D), heaviest first, without those of no weight; of equals the
+    shallower one."""
+    order = np.argsort(-weights, axis=None, kind="stable")
+    return order[: np.count_nonzero(weights)]
 
 
 def _goodput(
-    survival: Array, rows: Array, order: NDArray[np.int64], cost: Cost, most_rows: float
+    survival: Array, rows: Array | None, order: NDArray[np.int64], cost: Cost, most_rows: float
 ) -> Array:
     """Of the first n of the order, for every n that keeps within the rows."""
-    gains = np.concatenate(([0.0], np.cumsum(survival.ravel()[order])))
-    taken = np.concatenate(([0.0], np.cumsum(rows.ravel()[order])))
-    inside = taken <= most_rows
-    gains, taken = gains[inside], taken[inside]
-    return (len(survival) + gains) / cost(taken, np.arange(len(taken), dtype=np.float64))
+    tokens = np.arange(len(order) + 1, dtype=np.float64)
+    taken = tokens if rows is None else _sums(rows, order)
+    inside = int(np.searchsorted(taken, most_rows, side="right"))
+    gains = _sums(survival, order)[:inside]
+    return (len(survival) + gains) / cost(taken[:inside], tokens[:inside])
+
+
+def _sums(values: Array, order: NDArray[np.int64]) -> Array:
+    """Of the first n, for every n."""
+    sums = np.zeros(len(order) + 1)
+    np.cumsum(values.take(order), out=sums[1:])
+    return sums
 
 
 def _counts(chosen: NDArray[np.int64], shape: tuple[int, ...]) -> tuple[int, ...]:

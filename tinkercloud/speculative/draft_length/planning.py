@@ -18,8 +18,9 @@ from tinkercloud.speculative.draft_length.rounds import Load, Reason
 Array = NDArray[np.float64]
 BEST_RATE = 0.9  # of drafted tokens accepted, that one may hope for
 # A plan serves so many rounds after its first, and one more for each so many sequences, since
-# making it takes time in proportion to them.
-PLAN_ROUNDS, SEQUENCES_OF_ROUND = 3, 16
+# making it takes time in proportion to them. Where nothing is drafted nothing is learned: a plan then
+# serves for IDLE_ROUNDS.
+PLAN_ROUNDS, SEQUENCES_OF_ROUND, IDLE_ROUNDS = 3, 16, 16
 
 
 @dataclass(slots=True)
@@ -52,8 +53,10 @@ class Planner:
         self._context = 0.0
         self._plan: Allocation | None = None
         self._reason: Reason | None = None
-        self._rounds_left = 0
-        self._plain_ms: float | None = None  # of these sequences, until others come
+        self._rounds_left = self._idle_rounds_left = 0
+        # Of these sequences, until others come:
+        self._plain_ms: float | None = None
+        self._longest_share: float | None = None
 
     def set_loads(self, loads: Sequence[Load]) -> None:
         """The sequences of the next round, one at least."""
@@ -61,15 +64,22 @@ class Planner:
         changed = speculating != [load.speculates for load in self._loads]
         self._loads = tuple(loads)
         self._context = sum(load.context for load in loads) / len(loads)
-        self._plain_ms = None
+        self._plain_ms = self._longest_share = None
         self._rounds_left -= 1
         if changed or self._rounds_left < 0:
             self._plan = self._reason = None
             self._rounds_left = PLAN_ROUNDS + len(loads) // SEQUENCES_OF_ROUND
+            self._idle_rounds_left = IDLE_ROUNDS
+
+    def keep_plan(self) -> None:
+        """In the round that is over nothing was drafted."""
+        if self._idle_rounds_left and self._rounds_left >= 0:
+            self._idle_rounds_left -= 1
+            self._rounds_left += 1
 
     def discard_plan(self) -> None:
         """What the plan was made of has changed."""
-        self._rounds_left = 0
+        self._rounds_left = self._idle_rounds_left = 0
 
     @property
     def plan(self) -> Allocation:
@@ -142,9 +152,8 @@ class Planner:
         """Which drafted tokens to verify, of each draft the first `lengths` at most."""
         survival = self._estimates.acceptance.survivals(confidences, self._groups())
         survival[np.arange(survival.shape[1]) >= np.array(lengths)[:, None]] = 0.0
-        rows = np.ones_like(survival)
         return allocate(
-            survival, rows, lambda taken, _: self.target_ms(taken), self.plain_ms(), self._limit()
+            survival, None, lambda taken, _: self.target_ms(taken), self.plain_ms(), self._limit()
         )
 
     # ---- the sequences as they are
@@ -180,8 +189,11 @@ class Planner:
     @property
     def longest_share(self) -> float:
         """Of a plain round: what the longest drafts for all are expected to cost."""
-        lengths = self.longest()
-        return self.drafting_ms(sum(lengths), max(lengths)) / self.plain_ms()
+        if self._longest_share is None:
+            lengths = self.longest()
+            longest_ms = self.drafting_ms(sum(lengths), max(lengths))
+            self._longest_share = longest_ms / self.plain_ms()
+        return self._longest_share
 
     def probe_loss_ms(self, tokens: int, steps: int) -> float:
         """Of drafting and verifying so many, if none is accepted."""
