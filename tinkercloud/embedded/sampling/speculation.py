@@ -30,10 +30,10 @@ from tinkercloud.speculative.observability.prometheus import remote_lines
 from tinkercloud.speculative.observability.telemetry import RoundReport, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
-MAX_SKIPPED, PATIENCE = 7, 2
+MAX_SKIPPED = 7
 """Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and up
-to as many where drafts cost nothing but none was worth verifying, one more for each PATIENCE rounds
-of that. To decide the same again in every round would be most of what drafts cost."""
+to as many where drafts cost nothing but none was worth verifying, one more after each decision of
+that. To decide the same again in every round would be most of what drafts cost."""
 MAX_DRAWS = 65_536
 """Draws that are remembered (see `_DrawHistory`)."""
 
@@ -193,8 +193,7 @@ class Speculation(Speculator):
         drafts = self._drafts(samples, limits)
         nums_verified = self._controller.choose([draft.confidences for draft in drafts])
         self._num_idle = 0 if any(nums_verified) else self._num_idle + 1
-        num_to_skip = min(self._num_idle // PATIENCE, MAX_SKIPPED)
-        self._num_to_skip = max(self._num_to_skip, num_to_skip)
+        self._num_to_skip = max(self._num_to_skip, min(self._num_idle, MAX_SKIPPED))
         self._round = {
             sample: _SampleRound(
                 sample, self._streams[sample].group, limit, draft, min(num, len(draft.tokens))

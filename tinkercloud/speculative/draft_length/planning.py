@@ -18,8 +18,8 @@ from tinkercloud.speculative.draft_length.rounds import Load, Reason
 Array = NDArray[np.float64]
 BEST_RATE = 0.9  # of drafted tokens accepted, that one may hope for
 # A plan serves so many rounds after its first, and one more for each so many sequences, since
-# making it takes time in proportion to them. Where nothing is drafted nothing is learned: a plan then
-# serves for IDLE_ROUNDS.
+# making it takes time in proportion to them. Where nothing is drafted nothing is learned: a plan
+# then serves for IDLE_ROUNDS.
 PLAN_ROUNDS, SEQUENCES_OF_ROUND, IDLE_ROUNDS = 3, 16, 16
 
 
