@@ -41,6 +41,7 @@ LATER_TIMES = {4: 2.0}  # RL, epochs 2 and later, by samples at once
 LATER_TIMES_AMX = {8: 2.0, 32: 1.4}  # elsewhere LEAST_TIMES of the bound
 OF_BEST_FIXED = 0.98
 PLAIN, DRAFTS = "plain", "with drafts"
+SHORT = 8  # samples of prose, which take a second together
 STREAM, STREAM_BATCH, STREAM_LEVEL = "as they come", 32, 8
 CONTEXT = 100.0  # tokens, of the table of round times
 SECOND = 0.3  # of tokens that a first candidate missed, those that a second one is taken to have
@@ -55,14 +56,14 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Scale:
     """tokens: of a structured sample. repeats: of one. even_repeats: of prose, where a fiftieth
-    counts, which is less than a machine's speed varies by; single_repeats of one sample, where a
-    run is a second at most. most: samples at once; most_fixed: likewise, where fixed lengths run
+    counts, which is less than a machine's speed varies by; short_repeats of eight samples at most,
+    where a run is a second. most: samples at once; most_fixed: likewise, where fixed lengths run
     too. come: requests that come as they come, of up to twice `many_tokens`."""
 
     tokens: int = 256
     repeats: int = 7
     even_repeats: int = 5
-    single_repeats: int = 15
+    short_repeats: int = 15
     most: int = 128
     most_fixed: int = 32
     many_tokens: int = 48
@@ -72,14 +73,14 @@ class Scale:
     def repeats_of(self, workload: Workload) -> int:
         if workload.name in STRUCTURED:
             return self.repeats
-        return self.single_repeats if workload.at_once == 1 else self.even_repeats
+        return self.short_repeats if workload.at_once <= SHORT else self.even_repeats
 
 
 QUICK = Scale(
     tokens=48,
     repeats=1,
     even_repeats=1,
-    single_repeats=1,
+    short_repeats=1,
     most=8,
     many_tokens=16,
     come=8,
