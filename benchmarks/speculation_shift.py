@@ -55,7 +55,7 @@ class Scale:
     after a step."""
 
     steps: int = 16
-    at_once: tuple[int, ...] = (1, 4)
+    at_once: tuple[int, ...] = (1, 2, 3, 4)
     repeats: int = 2
     after: int = 6
     tokens: int = 64
@@ -335,7 +335,7 @@ def draw(found: dict[str, Curve], path: Path) -> None:
 
     colours = {FOLLOWING: "#2563eb", FIXED: "#d97706", PLAIN: "#9aa3af"}
     numbers = list(found[PLAIN].samples)
-    figure = Figure(figsize=(5.0 * len(numbers), 5.6), dpi=110, layout="constrained")
+    figure = Figure(figsize=(3.6 * len(numbers), 5.6), dpi=110, layout="constrained")
     grid = figure.subplots(2, len(numbers), sharex=True, squeeze=False)
     for (upper, lower), at_once in zip(grid.T, numbers, strict=True):
         for name, curve in found.items():
@@ -379,7 +379,7 @@ def main() -> None:
         draw(found, PICTURE)
     report = Report(
         title="A draft that follows",
-        about=about(ABOUT.format(scale=scale)),
+        about=about(ABOUT.format(scale=scale, at_once=", ".join(map(str, scale.at_once)))),
         command=parser.command(options),
         columns=COLUMNS,
         rows=rows(found, scale),
@@ -392,8 +392,8 @@ def main() -> None:
 ABOUT = """\
 SmolLM2-135M-Instruct, a LoRA adapter of rank 16 and {scale.steps} steps of supervised learning, of
 {scale.data} examples each, towards a style that the model does not know. After each step
-samples of {scale.tokens} tokens at temperature 1, {scale.at_once[0]} at once and
-{scale.at_once[1]} at once, each {scale.repeats} times, then a time in which nobody asks for
+samples of {scale.tokens} tokens at temperature 1, {at_once} at once, each
+{scale.repeats} times, then a time in which nobody asks for
 anything, until drafts have nothing more to learn, at most {scale.quiet_s:.0f} s. The draft head was
 made for the base model; all settings but the one that is named are the defaults. Each step is made
 on one server after the other, another one first each time. *after*: the policy of the last step,
