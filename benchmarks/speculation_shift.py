@@ -352,11 +352,12 @@ def draw(found: dict[str, Curve], path: Path) -> None:
             lower.plot(steps, speeds, ".-", color=colours[name], label=name)
             lower.plot(at, after.per_s(every), "D", color=colours[name])
         upper.set(title=f"{at_once} at once", ylim=(0, 100))
-        lower.set(xlabel="steps of supervised learning to the style; ◆ after them", ylim=(0, None))
+        lower.set(ylim=(0, 1.05 * lower.get_ylim()[1]))
         for axes in (upper, lower):
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False, fontsize=8)
             axes.set_xticks(range(2, len(found[PLAIN].step_s) + 1, 2))
+    figure.supxlabel("steps of supervised learning to the style; ◆ after them", fontsize=10)
     grid[0, 0].set_ylabel("drafted tokens accepted, %")
     grid[1, 0].set_ylabel("tokens/s")
     figure.savefig(path, format="png", metadata={"Software": None})
