@@ -10,8 +10,11 @@ from tinkercloud.speculative.draft_length.costs import (
     ROWS,
     CostTable,
     MeasuredCosts,
+    interpolated,
+    interpolated_at,
     isotonic,
     measure_costs,
+    place,
 )
 from tinkercloud.speculative.draft_length.draft_costs import DraftCosts
 
@@ -39,6 +42,18 @@ def test_beyond_the_grid_the_last_slope_goes_on():
     table = CostTable(measure_costs(with_attention))
     ms = table.verify_ms(np.array([512.0]), 64, 0.0)[0]
     assert ms == pytest.approx(memory_bound(512), rel=0.02)
+
+
+def test_one_place_of_a_curve_is_what_all_places_at_once_give():
+    coins = np.random.default_rng(0)
+    for grid in (ROWS, (1,), (3,), (2, 5)):
+        values = np.cumsum(coins.random(len(grid)))
+        at = np.concatenate((np.array(grid, np.float64), coins.uniform(0, 2 * grid[-1], 50)))
+        one_by_one = [interpolated_at(grid, values.tolist(), each) for each in at.tolist()]
+        all_at_once = interpolated(np.array(grid, np.float64), values, at)
+        assert one_by_one == pytest.approx(all_at_once.tolist(), rel=1e-12)
+        places = np.interp(at, grid, np.arange(len(grid)))
+        assert [place(grid, each) for each in at.tolist()] == pytest.approx(places.tolist())
 
 
 def test_a_round_without_drafted_rows_is_a_plain_one():

@@ -12,7 +12,7 @@ small step of a clipped error (as Elo ratings are learned from games). Rounds of
 nothing of the shape and leave it.
 
 A round asks for a few single times and teaches one: those are computed on lists, which for sixteen
-points takes a tenth of what arrays do while a pass has every cache.
+points takes a quarter of what arrays do while a pass has every cache.
 
 Axes: G points of the grid.
 """
