@@ -77,6 +77,7 @@ def test_a_long_sample_is_answered_under_an_endless_stream_of_training(driver: D
     request = ask(random_prompt(20, 1), max_tokens=900, use_eos=False)
     output = driver.call(Sample(version, request))
     assert len(output.sequences[0].tokens) == 900
+    assert calls & set(driver.order), "training went on too"
 
 
 def test_company_changes_no_result(driver: Driver) -> None:

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,25 +115,25 @@ class Acceptance:
             return
         depth = self._drafts.shape[1]
         # What is not verified is seen too, or a drafter that was bad once would stay so for good.
-        compared, right = last_round.num_compared, last_round.num_right
-        # Places in the flat (D, C); of each draft, depths of `_drafts`.
-        judged, accepted, seen = list[int](), list[int](), list[int]()
-        requested, asked = list[int](), list[int]()
-        for row, draft in enumerate(last_round.confidences):
-            places = [i * BUCKETS + bisect_right(EDGES, c) for i, c in enumerate(draft[:depth])]
-            judged += places[: compared[row]]
-            accepted += places[: right[row]]
-            seen += places
+        seen = [  # places in the flat (D, C), of each draft
+            [i * BUCKETS + bisect_right(EDGES, c) for i, c in enumerate(draft[:depth])]
+            for draft in last_round.confidences
+        ]
+        judged = [places[:num] for places, num in zip(seen, last_round.num_compared, strict=True)]
+        accepted = [places[:num] for places, num in zip(seen, last_round.num_right, strict=True)]
+        limits, verified = last_round.limits, last_round.verified
+        requested = [min(limit, num + 1) for limit, num in zip(limits, verified, strict=True)]
+        asked = list[int]()
+        for limit, draft in zip(limits, last_round.confidences, strict=True):
             # A draft that ends with an unsure token may have had more to say.
             ends = bool(draft) and draft[-1] < last_round.unsure_below
-            limit = last_round.limits[row]
-            requested.append(min(limit, last_round.verified[row] + 1))
-            asked.append(min(limit, len(places) + 1 - ends))
-        self._learn_groups(last_round.groups, last_round.confidences, compared, right)
-        self.age(float(np.exp(-len(judged) / self._prior.memory)))
+            asked.append(min(limit, min(len(draft), depth) + 1 - ends))
+        self._learn_groups(last_round.groups, judged, accepted)
+        self.age(float(np.exp(-sum(map(len, judged)) / self._prior.memory)))
         for counts, some in zip(self._tokens, (judged, accepted, seen), strict=True):
-            counts += np.bincount(some, minlength=counts.size).reshape(counts.shape)
-        reached = np.array((requested, last_round.verified, asked))
+            places = list(chain.from_iterable(some))
+            counts += np.bincount(places, minlength=counts.size).reshape(counts.shape)
+        reached = np.array((requested, verified, asked))
         self._drafts += (np.arange(depth) < reached[:, :, None]).sum(1)
 
     def age(self, factor: float) -> None:
@@ -165,13 +166,13 @@ class Acceptance:
         lean = self._prior.leaning
         deeper_lean = DEEPER_LEANING * lean  # few counts of many places are no reason to differ
         judged, accepted = np.cumsum(self._tokens[:2, ::-1], 1)[:, ::-1]
-        wider, chain = [self.overall] * BUCKETS, list[list[float]]()
+        wider, by_depth = [self.overall] * BUCKETS, list[list[float]]()
         for num_right, num_all in zip(accepted.tolist(), judged.tolist(), strict=True):
             if any(num_all):
                 of_each = zip(num_right, num_all, wider, strict=True)
                 wider = [(r + deeper_lean * w) / (n + deeper_lean) for r, n, w in of_each]
-            chain.append(wider)
-        return (self._accepted + lean * np.array(chain)) / (self._judged + lean)
+            by_depth.append(wider)
+        return (self._accepted + lean * np.array(by_depth)) / (self._judged + lean)
 
     def _shares(self) -> Array:
         """(D, C): of the tokens that come at a depth, those of each confidence. With few counts it
@@ -200,19 +201,18 @@ class Acceptance:
     def _learn_groups(
         self,
         groups: Sequence[Hashable],
-        drafts: Sequence[Sequence[float]],
-        compared: Sequence[int],
-        right: Sequence[int],
+        judged: Sequence[Sequence[int]],
+        accepted: Sequence[Sequence[int]],
     ) -> None:
-        depth, rates = self._drafts.shape[1], self._rates
+        """judged, accepted: places in the flat (D, C), of each draft."""
+        rates = self._rates
         fade = 1.0 - 1.0 / (self._prior.leaning * 8)
         for row, group in enumerate(groups):
-            judged = drafts[row][: min(compared[row], depth)]
-            if group is None or not judged:
+            if group is None or not judged[row]:
                 continue
-            expected = sum(rates.item(i, bisect_right(EDGES, c)) for i, c in enumerate(judged))
+            expected = sum(rates.item(at) for at in judged[row])
             num_expected, num_accepted = self._groups.pop(group, (0.0, 0.0))
-            num_accepted = fade * num_accepted + min(right[row], depth)
+            num_accepted = fade * num_accepted + len(accepted[row])
             self._groups[group] = (fade * num_expected + expected, num_accepted)
         while len(self._groups) > self._prior.num_groups:
             self._groups.popitem(last=False)

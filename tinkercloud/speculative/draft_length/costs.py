@@ -21,12 +21,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, log
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+N = TypeVar("N", float, Array)
 Point = tuple[int, int, int]
 Measure = Callable[[int, int, int], float]
 """(rows, sequences, context) -> milliseconds of a whole round but for the drafting."""
@@ -127,10 +128,8 @@ class CostTable:
 
         Never less than that: noise must not promise that drafts save time where none is accepted.
         """
-        attention = self._start.row_context_ms * rows + self._by_sequences(sequences)
-        verify = self.slowdown * (
-            interpolated(self._grid, self._verify_curve, rows) + attention * context
-        )
+        without_attention = interpolated(self._grid, self._verify_curve, rows)
+        verify = self._with_attention(without_attention, rows, sequences, context)
         plain_ms = self.plain_ms(sequences, context)
         return np.where(rows > sequences, np.maximum(verify, plain_ms), plain_ms)
 
@@ -193,13 +192,14 @@ class CostTable:
         self._verify_curve = np.array(self._curves[VERIFY])
 
     def _ms_of(self, kind: int, rows: int, sequences: int, context: float) -> float:
-        attention = self._start.row_context_ms * rows + self._by_sequences(sequences)
-        curve_ms = interpolated_at(self._start.rows, self._curves[kind], rows)
-        return self.slowdown * (curve_ms + attention * context)
+        without_attention = interpolated_at(self._start.rows, self._curves[kind], rows)
+        return self._with_attention(without_attention, rows, sequences, context)
 
-    def _by_sequences(self, sequences: int) -> float:
-        """Milliseconds for each token of context."""
-        return self._start.sequence_context_ms * sequences
+    def _with_attention(self, ms: N, rows: N, sequences: int, context: float) -> N:
+        """As long as the machine takes at present."""
+        start = self._start
+        by_context = start.row_context_ms * rows + start.sequence_context_ms * sequences
+        return self.slowdown * (ms + by_context * context)
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads: the measurement at the start, nothing learned since."""

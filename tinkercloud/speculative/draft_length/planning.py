@@ -73,7 +73,7 @@ class Planner:
 
     def keep_plan(self) -> None:
         """In the round that is over nothing was drafted."""
-        if self._idle_rounds_left and self._rounds_left >= 0:
+        if self._idle_rounds_left:
             self._idle_rounds_left -= 1
             self._rounds_left += 1
 
