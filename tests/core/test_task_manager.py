@@ -277,6 +277,29 @@ async def test_an_operation_runs_after_the_one_before_it_ended(tasks: TaskManage
     assert events == ["1 begins", "1 ends", "2 begins", "2 ends"]
 
 
+async def test_a_lane_that_is_forgotten_is_held_by_one_at_a_time_all_the_same(
+    tasks: TaskManager,
+) -> None:
+    """As when the model of a sampler is freed: one waits for the lane that is forgotten, and
+    another asks for it afterwards."""
+    inside, most = 0, 0
+
+    async def hold() -> None:
+        nonlocal inside, most
+        async with tasks.lanes.between_operations("ann", "m"):
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0.01)
+            inside -= 1
+
+    async with tasks.lanes.between_operations("ann", "m"):
+        first = asyncio.create_task(hold())
+        await asyncio.sleep(0.01)  # it waits
+    tasks.lanes.forget("ann", "m")
+    await asyncio.gather(first, hold())
+    assert most == 1
+
+
 async def test_nobody_elses_request_can_be_waited_for(tasks: TaskManager) -> None:
     request_id = await tasks.submit(TICKET, forever)
     with pytest.raises(FutureUnknown):

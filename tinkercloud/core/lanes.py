@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from tinkercloud.core.lane import LaneOrder, Verdict
 from tinkercloud.core.pending import Pending, Work
@@ -64,9 +65,9 @@ class Lane:
     order: LaneOrder[tuple[Pending, Work]]
     first_seq_id: int
     position: int
+    busy: asyncio.Lock = field(repr=False)
     seen: set[int] = field(default_factory=set, repr=False)
     changed: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
-    busy: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     last_arrival: float = 0.0  # monotonic
     worker: asyncio.Task[None] | None = None
 
@@ -89,15 +90,19 @@ class Lanes:
         self._calls = calls
         self._gap_grace_s = gap_grace_s
         self._lanes: dict[tuple[str, str], Lane] = {}
+        # Who waits for the lock of a lane that is forgotten waits for that of the next one too.
+        self._locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
         self._stopping = False
         self.recovery: RecoveryHooks = NoRecovery()
 
     async def lane(self, user: str, model_id: str) -> Lane:
-        lane = self._lanes.get((user, model_id))
+        key = user, model_id
+        lane = self._lanes.get(key)
         if lane is None:
             past = await self._futures.lane_past(user, model_id, CHUNK_KINDS)
+            busy = self._locks.setdefault(key, asyncio.Lock())
             # another request may have made the lane while this one read the database
-            lane = self._lanes.setdefault((user, model_id), _lane_after(past))
+            lane = self._lanes.setdefault(key, _lane_after(past, busy))
         return lane
 
     def push(self, lane: Lane, pending: Pending, work: Work) -> None:
@@ -180,9 +185,9 @@ class Lanes:
             self.recovery.ended_unrecorded(pending.ticket)
 
 
-def _lane_after(past: LanePast) -> Lane:
+def _lane_after(past: LanePast, busy: asyncio.Lock) -> Lane:
     order: LaneOrder[tuple[Pending, Work]] = LaneOrder(past.next_seq_id, past.last_ordered)
-    return Lane(order, past.first_new_seq_id, past.position)
+    return Lane(order, past.first_new_seq_id, past.position, busy)
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:
