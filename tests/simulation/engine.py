@@ -32,7 +32,7 @@ from tinkercloud.core.types import (
 )
 from tinkercloud.errors import EngineDied, MemoryShort, TinkercloudError
 
-FREEING = ("delete_model", "release")
+FREEING = ("delete_model", "drop_copy", "release")
 WITH_ROOM = ("create_model", "load_model", "forward_backward", "publish", "restore_state")
 """As of the embedded engine: where memory is short for these, others are asked to make room."""
 OUT_OF_MEMORY = "the engine ran out of memory for this operation"
@@ -278,6 +278,9 @@ class SimulatedEngine(Backend):
 
     async def write_state(self, copy: int, directory: Path) -> StateCost:
         return await self._call("write_state", copy, directory)
+
+    async def drop_copy(self, copy: int) -> None:
+        await self._call("drop_copy", copy)
 
     async def write_version(self, version: str, directory: Path) -> None:
         await self._call("write_version", version, directory)

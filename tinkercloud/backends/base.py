@@ -136,6 +136,10 @@ class Backend(ABC):
         StateCopyLost."""
         raise RecoveryNotOffered
 
+    async def drop_copy(self, copy: int) -> None:
+        """Free a copy that nobody will write. One that is gone is ignored."""
+        raise RecoveryNotOffered
+
     async def write_version(self, version: str, directory: Path) -> None:
         """Write a published version into an existing, empty folder, flushed to the disk, as a
         checkpoint from which `publish` makes the same version, bit for bit."""

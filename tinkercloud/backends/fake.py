@@ -117,7 +117,7 @@ class FakeBackend(Backend):
 
     async def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
-        self._drop_copy(model_id)
+        self._drop_copy_of(model_id)
 
     async def forward_backward(self, model_id: str, batch: TrainBatch) -> TrainOutput:
         await self._pause()
@@ -207,7 +207,7 @@ class FakeBackend(Backend):
     async def copy_state(self, model_id: str) -> int:
         await self._pause()
         model = self._model(model_id)
-        self._drop_copy(model_id)
+        self._drop_copy_of(model_id)
         number = next(self._numbers)
         self._copies[number] = (model_id, model)
         return number
@@ -221,6 +221,10 @@ class FakeBackend(Backend):
         began = time.monotonic()
         num_bytes = await asyncio.to_thread(write_model, model, directory)
         return StateCost(num_bytes, 0.0, time.monotonic() - began)
+
+    async def drop_copy(self, copy: int) -> None:
+        await self._pause()
+        self._copies.pop(copy, None)
 
     async def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
         await self._pause()
@@ -250,7 +254,7 @@ class FakeBackend(Backend):
         if self._stopped:
             raise EngineDied("the fake backend was stopped")
 
-    def _drop_copy(self, model_id: str) -> None:
+    def _drop_copy_of(self, model_id: str) -> None:
         self._copies = {n: each for n, each in self._copies.items() if each[0] != model_id}
 
     def _base(self, name: str) -> BaseWeights:

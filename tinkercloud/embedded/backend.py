@@ -24,6 +24,7 @@ from tinkercloud.embedded.process.protocol import (
     CopyState,
     CreateModel,
     DeleteModel,
+    DropCopy,
     EngineSettings,
     ForwardBackward,
     LoadModel,
@@ -134,6 +135,9 @@ class EmbeddedBackend(Backend):
 
     async def write_state(self, copy: int, directory: Path) -> StateCost:
         return await self._host.call(WriteState(copy, directory))
+
+    async def drop_copy(self, copy: int) -> None:
+        await self._host.call(DropCopy(copy))
 
     async def write_version(self, version: str, directory: Path) -> None:
         await self._host.call(WriteVersion(version, directory))

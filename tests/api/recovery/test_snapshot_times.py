@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tinkercloud.backends.fake import FakeBackend
 from tinkercloud.config import Config
 from tinkercloud.core.types import StateCost
 from tinkercloud.errors import StateCopyLost
+from tinkercloud.services.checkpoints import checkpoint_files
 from tinkercloud.services.recovery.snapshots import FIRST_COST_S, SHARE
 
 
@@ -70,6 +72,30 @@ async def test_a_snapshot_that_was_given_up_is_tried_as_seldom_as_one_that_was_t
         # One that costs 0.3 s is due after 10 s, and after 10 s again where it failed.
         assert api.services.snapshots.stats()["replay_debt_seconds"] >= num_seconds
         assert 1 <= backend.num_copies - before <= num_seconds * SHARE / 0.3 + 1
+
+
+async def test_a_copy_whose_folder_cannot_be_made_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that rests has no next copy, which would replace it in the engine's memory."""
+
+    def full(parent: Path) -> Path:
+        raise OSError(ENOSPC, "No space left on device")
+
+    backend = FakeBackend(Config(backend="fake"))
+    async with serving(tmp_path, backend=backend) as api:
+        model_id = await api.model()
+        number = await train(api, model_id, 1, steps=1)
+        await api.services.snapshots.settled()
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint_files, "new_temporary", full)
+            await api.services.snapshots.ended(("ann", model_id), number, 1e3)
+            await api.services.snapshots.settled()
+        assert api.services.snapshots.stats()["replay_debt_seconds"] >= 1e3
+        assert not backend._copies
+        await api.services.snapshots.ended(("ann", model_id), number, 1e6)
+        await api.services.snapshots.settled()
+        assert api.services.snapshots.stats()["replay_debt_seconds"] == 0
 
 
 @pytest.mark.parametrize("copy_s", [0.6, 6.0])

@@ -110,6 +110,15 @@ async def test_operations_go_on_while_a_copy_is_written(
     assert await go_on(backend) == expected
 
 
+async def test_a_dropped_copy_is_gone(backend: EmbeddedBackend, tmp_path: Path) -> None:
+    await begin(backend, 0)
+    copy = await backend.copy_state("m")
+    for _ in range(2):
+        await backend.drop_copy(copy)
+    with pytest.raises(StateCopyLost):
+        await backend.write_state(copy, tmp_path)
+
+
 async def test_a_write_that_fails_says_so_and_the_next_one_works(
     backend: EmbeddedBackend, tmp_path: Path
 ) -> None:

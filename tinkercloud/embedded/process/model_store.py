@@ -106,7 +106,7 @@ class ModelStore:
 
     def delete_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
-        self._copies.drop(model_id)
+        self._copies.drop_of(model_id)
         freed_memory.give_back()
 
     def save_model(self, model_id: str, directory: Path, with_optimizer: bool) -> None:
@@ -156,6 +156,9 @@ class ModelStore:
     def state_writing(self, copy: int, directory: Path) -> Callable[[], StateCost]:
         """What writes the copy, for another thread to call."""
         return self._copies.writing(copy, directory)
+
+    def drop_copy(self, copy: int) -> None:
+        self._copies.drop(copy)
 
     def restore_state(self, model_id: str, base_model: str, directory: Path) -> None:
         base = self.base(base_model)

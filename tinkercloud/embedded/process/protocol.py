@@ -142,6 +142,11 @@ class WriteState(Request[StateCost]):
 
 
 @dataclass(frozen=True, slots=True)
+class DropCopy(Request[None]):
+    copy: int
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreState(Request[None]):
     model_id: str
     base_model: str

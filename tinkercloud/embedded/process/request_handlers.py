@@ -13,6 +13,7 @@ from tinkercloud.embedded.process.protocol import (
     CopyState,
     CreateModel,
     DeleteModel,
+    DropCopy,
     ForwardBackward,
     Handler,
     LoadModel,
@@ -77,6 +78,7 @@ class RequestHandlers:
             SaveModel.answered_by(self.save_model),
             CopyState.answered_by(self.copy_state),
             WriteState.queued_by(self.write_state),
+            DropCopy.answered_by(self.drop_copy),
             RestoreState.answered_by(self.restore_state),
             Publish.answered_by(self.publish),
             Release.answered_by(self.release),
@@ -136,6 +138,9 @@ class RequestHandlers:
     def write_state(self, request: WriteState, reply: Reply[StateCost]) -> None:
         writing = self._models.state_writing(request.copy, request.directory)
         self._writer.add(_answered(writing, reply))
+
+    def drop_copy(self, request: DropCopy) -> None:
+        self._models.drop_copy(request.copy)
 
     def restore_state(self, request: RestoreState) -> None:
         self._models.restore_state(request.model_id, request.base_model, request.directory)

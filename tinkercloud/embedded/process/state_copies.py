@@ -41,7 +41,7 @@ class StateCopies:
     def copy(self, model: TrainableModel, *, shares: bool = False) -> int:
         """Numbers are never used twice, not even by another engine process. shares: the model's own
         tensors, since there is no memory for others; the model's next operation ends this copy."""
-        self.drop(model.id)
+        self.drop_of(model.id)
         began = time.monotonic()
         copy = StateCopy.sharing(model) if shares else StateCopy.of(model)
         number = secrets.randbits(62)
@@ -56,11 +56,15 @@ class StateCopies:
         shared = self._shared.pop(model_id, None)
         if shared is not None:
             shared.is_lost = True
-            self.drop(model_id)
+            self.drop_of(model_id)
 
-    def drop(self, model_id: str) -> None:
+    def drop_of(self, model_id: str) -> None:
         """Its copy that is not being written; models without one are ignored."""
         self._unwritten = {n: u for n, u in self._unwritten.items() if u.model_id != model_id}
+
+    def drop(self, number: int) -> None:
+        """A copy that nobody will write; one that is gone is ignored."""
+        self._unwritten.pop(number, None)
 
     def writing(self, number: int, directory: Path) -> Callable[[], StateCost]:
         """What writes the copy, for another thread to call. Raises StateCopyLost."""

@@ -178,6 +178,9 @@ class PooledBackend(Backend):
     async def write_state(self, copy: int, directory: Path) -> StateCost:
         return await self._inner.write_state(copy, directory)
 
+    async def drop_copy(self, copy: int) -> None:
+        await self._inner.drop_copy(copy)
+
     def trouble(self) -> str | None:
         return self._inner.trouble()
 

@@ -10,10 +10,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from tinkercloud.backends.base import Backend
-from tinkercloud.errors import EngineDied, StateCopyLost, StorageFailed, VersionLost
+from tinkercloud.errors import TinkercloudError, VersionLost
 from tinkercloud.services.recovery.recovery_files import RecoveryFiles
 from tinkercloud.services.recovery.run_archive import RunArchive
 from tinkercloud.services.recovery.version_store import VersionStore
@@ -164,12 +165,15 @@ class Snapshots:
         state, began = self._state(key), time.monotonic()
         try:
             await self._write(key, copied)
-        except (EngineDied, StateCopyLost, StorageFailed, VersionLost, OSError) as error:
+        except (TinkercloudError, OSError) as error:
             logger.warning("the snapshot of %s was given up: %s", key[1], error)
             state.debt_s += debt_s
             # Another attempt may cost as much again: not with each operation.
             state.tried_s = debt_s
             state.cost_s = max(state.cost_s, time.monotonic() - began)
+            # As where its folder cannot be made: a model that rests would keep it in memory.
+            with suppress(TinkercloudError):
+                await self._backend.drop_copy(copied.copy)
         finally:
             state.writing = None
             self._num_underway -= 1
