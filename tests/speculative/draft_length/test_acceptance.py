@@ -78,10 +78,19 @@ def test_what_fails_in_the_first_place_says_little_of_those_behind_it():
 
 
 def test_with_little_data_the_overall_rate_is_told():
-    acceptance = learned([*drafts({0.99: 0.9}, 500), a_round([(0.5,)], [0])], memory=1e9)
+    acceptance = learned([*drafts({0.99: 0.9}, 500), a_round([(0.9,)], [0])], memory=1e9)
     never_seen = acceptance.survivals([(0.7,)])[0, 0]
     assert never_seen == pytest.approx(acceptance.overall)
-    assert acceptance.survivals([(0.5,)])[0, 0] > 0.7  # one failure is not the rate
+    assert acceptance.survivals([(0.9,)])[0, 0] > 0.7  # one failure is not the rate
+
+
+def test_until_they_are_counted_less_is_hoped_of_unsure_tokens():
+    acceptance = Acceptance(K)
+    hoped = acceptance.survivals([(0.1,), (0.3,), (0.5,), (0.7,)])[:, 0]
+    assert hoped == pytest.approx([0.1, 0.3, 0.5, 0.6])
+    acceptance = learned(drafts({0.3: 0.9, 0.7: 0.2}, 500), memory=1e9)
+    low, high = acceptance.survivals([(0.3,), (0.7,)])[:, 0]
+    assert low == pytest.approx(0.9, abs=0.05) and high == pytest.approx(0.2, abs=0.05)
 
 
 def test_a_new_drafter_is_hoped_for():

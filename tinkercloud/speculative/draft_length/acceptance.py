@@ -25,6 +25,10 @@ from tinkercloud.speculative.draft_length.rounds import Round
 Array = NDArray[np.float64]
 EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97)
 BUCKETS = len(EDGES) + 1
+UNCOUNTED = (1 / 6, 1 / 2, 5 / 6) + (1.0,) * (BUCKETS - 3)
+"""Of each bucket, until it is counted: how often its tokens are accepted, as a share of the overall
+rate. Of a suffix drafter's first tokens with SmolLM2 there were accepted, in prose and structured
+text together, 0.10 of those below 0.4, 0.57 below 0.6, and 0.73 above."""
 DEEPER_LEANING = 2.0
 MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
 
@@ -166,7 +170,7 @@ class Acceptance:
         lean = self._prior.leaning
         deeper_lean = DEEPER_LEANING * lean  # few counts of many places are no reason to differ
         judged, accepted = np.cumsum(self._tokens[:2, ::-1], 1)[:, ::-1]
-        wider, by_depth = [self.overall] * BUCKETS, list[list[float]]()
+        wider, by_depth = [self.overall * share for share in UNCOUNTED], list[list[float]]()
         for num_right, num_all in zip(accepted.tolist(), judged.tolist(), strict=True):
             if any(num_all):
                 of_each = zip(num_right, num_all, wider, strict=True)
