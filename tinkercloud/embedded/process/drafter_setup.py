@@ -77,7 +77,7 @@ that a tenth of the time is enough for a training every few steps of a small pol
 DRAFT_POOL_BYTES = 512 * 1024**2
 NEW_STEPS, NEW_CASES = 60, 8
 """Of a head that is made: steps of a training, and times as many tokens before one."""
-MAX_LOOKED_UP = 16  # tokens of a draft that cost nothing
+MAX_LOOKED_UP = 24  # tokens of a draft that cost nothing
 MAX_ROWS = 128
 """Of a pass, drafted ones included: up to where the times of rounds are measured, unless they are
 long (`step_costs`)."""
@@ -201,11 +201,9 @@ class _SpeculatorFactory:
     def _speculation(
         self, base: BaseModel, drafter: Drafter, costs: CostTable, trainer: OnlineTrainer | None
     ) -> Speculation:
-        max_draft = self._settings.max_computed
-        if isinstance(drafter, SuffixDrafter):
-            max_draft = MAX_LOOKED_UP
         guard = GuardedDrafter(drafter, base.config.vocab_size)
-        controller = _controller(costs, max_draft)
+        most = None if isinstance(drafter, SuffixDrafter) else self._settings.max_computed
+        controller = _controller(costs, most)
         speculation = Speculation(guard, controller, self._trace, trainer, self._details)
         if trainer is not None:
             trainer.speculation = speculation
@@ -279,11 +277,14 @@ def _case_store(online: OnlineSettings) -> CaseStore:
     return CaseStore(int(online.case_share * online.memory_bytes), online.max_age)
 
 
-def _controller(costs: CostTable, max_draft: int) -> DraftLengthController:
-    estimates = Estimates(costs, acceptance=Acceptance(max_draft))
-    return DraftLengthController(
-        estimates, ControllerSettings(PlannerSettings(max_draft, MAX_ROWS))
-    )
+def _controller(costs: CostTable, max_computed: int | None) -> DraftLengthController:
+    """max_computed: tokens of a draft; None: of a drafter that looks them up. What these cost is
+    known to be next to nothing, so there is no warm-up."""
+    most = MAX_LOOKED_UP if max_computed is None else max_computed
+    settings = ControllerSettings(PlannerSettings(most, MAX_ROWS))
+    if max_computed is None:
+        settings = replace(settings, warm_up=())
+    return DraftLengthController(Estimates(costs, acceptance=Acceptance(most)), settings)
 
 
 def head_trainee(drafter: HeadDrafter, settings: DrafterSettings) -> DraftTrainee:
