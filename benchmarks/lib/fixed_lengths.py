@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tinkercloud.commands.bench import AcceptanceSummary, EngineFactory
+from tinkercloud.embedded.drafting.compiled_suffix import suffix_drafter
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
 from tinkercloud.embedded.forward.runners import Runner
 from tinkercloud.embedded.model.base_model import BaseModel
@@ -14,7 +15,6 @@ from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.speculative.draft_length.costs import CostTable
 from tinkercloud.speculative.draft_length.fixed_length import FixedLength
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
-from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
 
 LENGTHS = (1, 2, 4, 8)
 
@@ -26,7 +26,7 @@ def fixed(engines: EngineFactory) -> dict[int, EngineFactory]:
 
 def _speculate(length: int) -> Speculate:
     def make(base: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
-        guard = GuardedDrafter(SuffixDrafter(), base.config.vocab_size)
+        guard = GuardedDrafter(suffix_drafter(base), base.config.vocab_size)
         return Speculation(guard, FixedLength(length))
 
     return make

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from tinkercloud.speculative.drafters.drafter import Draft, Drafter, Stream
 from tinkercloud.speculative.drafters.suffix import ContinuationRule
-from tinkercloud.speculative.drafters.suffix_drafter import LEAD, SuffixSettings
+from tinkercloud.speculative.drafters.suffix_drafter import LEAD
+from tinkercloud.speculative.drafters.suffix_matches import SuffixSettings
 
 Dated = list[tuple[int, int]]  # tokens, each with when it was written
 

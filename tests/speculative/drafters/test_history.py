@@ -8,7 +8,8 @@ import pytest
 from tests.speculative.drafters.streams import stream, written
 from tinkercloud.speculative.drafters.history import HistoryLimits
 from tinkercloud.speculative.drafters.suffix import ROOT
-from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter, SuffixSettings
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
+from tinkercloud.speculative.drafters.suffix_matches import SuffixSettings
 
 PROMPT = (1, 2, 3)
 

@@ -11,7 +11,8 @@ from tests.speculative.drafters.streams import stream, written
 from tinkercloud.speculative.drafters.drafter import Draft
 from tinkercloud.speculative.drafters.history import HistoryLimits
 from tinkercloud.speculative.drafters.suffix import ContinuationRule
-from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter, SuffixSettings
+from tinkercloud.speculative.drafters.suffix_drafter import SuffixDrafter
+from tinkercloud.speculative.drafters.suffix_matches import SuffixSettings
 
 SETTINGS = SuffixSettings(rule=ContinuationRule(share=0.05), skips_mismatches=False)
 PROMPT = (1, 2, 3)

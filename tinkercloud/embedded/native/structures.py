@@ -1,4 +1,4 @@
-"""The structures that C code reads, as ctypes has them: network.h, scan.h, gradients.h.
+"""The structures that C code reads, as ctypes has them: those of the headers in kernels/.
 
 Field names are those in C. A mirror that differs would have C read one field's bytes as another's,
 so all are compared with what the library says of itself (layouts.c) when it is loaded.
@@ -209,6 +209,25 @@ class LinearGradient(c.Structure):
     )
 
 
+class SuffixMatch(c.Structure):
+    _fields_ = (("automaton", c.c_void_p), ("state", c.c_int32), ("length", c.c_int32))
+
+
+class SuffixMatches(c.Structure):
+    _fields_ = (
+        ("matches", c.POINTER(SuffixMatch)),
+        ("num", c.c_int64),
+        ("drafted_from", SuffixMatch),
+    )
+
+
+class SuffixRule(c.Structure):
+    _fields_ = (
+        *((name, c.c_double) for name in ("share", "doubt", "shorter", "longest", "factor")),
+        *((name, c.c_int64) for name in ("shortest", "num_shorter", "skips_mismatches")),
+    )
+
+
 MIRRORS: dict[str, type[c.Structure]] = {
     "linear": Linear,
     "layer": Layer,
@@ -224,6 +243,9 @@ MIRRORS: dict[str, type[c.Structure]] = {
     "drawing": Drawing,
     "draw": Draw,
     "scan": Scan,
+    "match": SuffixMatch,
+    "suffix_matches": SuffixMatches,
+    "suffix_rule": SuffixRule,
     "attention_gradient": AttentionGradient,
     "module_gradient": ModuleGradient,
     "lora_gradient": LoraGradient,

@@ -31,6 +31,7 @@ from tinkercloud.embedded.draft_training.online_trainer import (
 )
 from tinkercloud.embedded.draft_training.online_trainers import OnlineTrainers
 from tinkercloud.embedded.draft_training.read_cases import add_read
+from tinkercloud.embedded.drafting.compiled_suffix import suffix_drafter
 from tinkercloud.embedded.drafting.draft_model import draft_pool, open_draft, tokenizer_pair
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter, head_drafter
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter
@@ -186,6 +187,7 @@ class _SpeculatorFactory:
     def _drafter(self, base: BaseModel, runner: Runner) -> Drafter:
         settings = self._settings
         factories: dict[str, DrafterFactory] = {
+            "suffix": lambda _: suffix_drafter(base),
             "model": lambda path: model_drafter(
                 open_draft(Path(path), base, settings.cache_dir), base, runner
             ),

@@ -211,6 +211,7 @@ class Automaton:
         followed, times, shortest = chain.pop()
         share = followed / (times + rule.doubt / shortest)
         for followed, times, length in reversed(chain):
-            weight = rule.shorter / (1 + (length / rule.long) ** 2)
+            ratio = length / rule.long
+            weight = rule.shorter / (1 + ratio * ratio)
             share = (followed + weight * share) / (times + weight)
         return share

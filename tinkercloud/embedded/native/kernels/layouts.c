@@ -7,6 +7,7 @@
 #include "gradients.h"
 #include "network.h"
 #include "scan.h"
+#include "suffix.h"
 
 /* field: NULL for the structure as a whole. */
 typedef struct {
@@ -88,6 +89,14 @@ const layout_t layouts[] = {
     FIELD(attention_gradient, k_row), FIELD(attention_gradient, v_row),
     FIELD(attention_gradient, dout_row), FIELD(attention_gradient, dq),
     FIELD(attention_gradient, dk), FIELD(attention_gradient, dv),
+    STRUCTURE(match), FIELD(match, automaton), FIELD(match, state), FIELD(match, length),
+    STRUCTURE(suffix_matches),
+    FIELD(suffix_matches, matches), FIELD(suffix_matches, num),
+    FIELD(suffix_matches, drafted_from),
+    STRUCTURE(suffix_rule),
+    FIELD(suffix_rule, share), FIELD(suffix_rule, doubt), FIELD(suffix_rule, shorter),
+    FIELD(suffix_rule, longest), FIELD(suffix_rule, factor), FIELD(suffix_rule, shortest),
+    FIELD(suffix_rule, num_shorter), FIELD(suffix_rule, skips_mismatches),
     STRUCTURE(module_gradient),
     FIELD(module_gradient, weight), FIELD(module_gradient, out), FIELD(module_gradient, width),
     FIELD(module_gradient, column),
