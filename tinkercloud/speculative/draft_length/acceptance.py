@@ -170,13 +170,12 @@ class Acceptance:
         lean = self._prior.leaning
         deeper_lean = DEEPER_LEANING * lean  # few counts of many places are no reason to differ
         judged, accepted = np.cumsum(self._tokens[:2, ::-1], 1)[:, ::-1]
-        wider, by_depth = [self.overall * share for share in UNCOUNTED], list[list[float]]()
-        for num_right, num_all in zip(accepted.tolist(), judged.tolist(), strict=True):
-            if any(num_all):
-                of_each = zip(num_right, num_all, wider, strict=True)
-                wider = [(r + deeper_lean * w) / (n + deeper_lean) for r, n, w in of_each]
-            by_depth.append(wider)
-        return (self._accepted + lean * np.array(by_depth)) / (self._judged + lean)
+        weights = judged + deeper_lean
+        counted, leaning = accepted / weights, deeper_lean / weights
+        wider, by_depth = self.overall * np.array(UNCOUNTED), np.empty_like(judged)
+        for depth in range(len(judged)):
+            wider = by_depth[depth] = counted[depth] + leaning[depth] * wider
+        return (self._accepted + lean * by_depth) / (self._judged + lean)
 
     def _shares(self) -> Array:
         """(D, C): of the tokens that come at a depth, those of each confidence. With few counts it
