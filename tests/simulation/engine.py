@@ -141,6 +141,11 @@ class SimulatedEngine(Backend):
     def is_up(self) -> bool:
         return self._up.is_set()
 
+    async def answered(self) -> None:
+        """Until all that it is asked now has its answer."""
+        if self._pending:
+            await asyncio.wait(list(self._pending))
+
     # ---- messages
 
     async def _call(self, name: str, *args: Any, **options: Any) -> Any:

@@ -215,9 +215,11 @@ def what_was_deleted_is_gone(world: "World") -> Iterator[str]:
 
 
 async def nothing_is_left_over(world: "World") -> AsyncIterator[str]:
-    """Of what was half done; what is being put away just now is looked at once more."""
+    """Of what was half done; what is being put away just now is looked at once more, however slow
+    the engine is at it."""
     left = _left_over(world)
     if left:
+        await world.engine.answered()
         await asyncio.sleep(PUT_AWAY_S)
     for text in sorted(left & _left_over(world)):
         yield f"{text} is left, and nothing needs it"
