@@ -3,7 +3,6 @@ each a process of its own with its own engine, on the data folder of the server 
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from tests.simulation.engine import SimulatedEngine
 from tests.simulation.loop import Process, SimulatedLoop, in_process
 from tests.simulation.schedule import Command
 from tests.simulation.sqlite import Connector
-from tinkercloud.errors import TinkercloudError
+from tinkercloud.errors import StorageFailed, TinkercloudError
 from tinkercloud.services.common.catalog import Catalog
 from tinkercloud.services.runs.branches import put_branch
 from tinkercloud.services.runs.differences import compare
@@ -64,16 +63,24 @@ class Commands:
     def are_done(self) -> bool:
         return all(run.is_done for run in self._runs)
 
+    @property
+    def may_have_left_files(self) -> bool:
+        """Whether one was cut short since the server began."""
+        return any(run.is_cut_short for run in self._runs)
+
     def end(self, process: Process | None = None) -> None:
-        """One of them; None: all."""
+        """One of them; None: all, and what they left the next server removes as it begins."""
         for run in self._runs:
             if not run.is_done and process in (None, run.process):
                 self._ended(run.process)
                 run.end()
+        if process is None:
+            self._runs.clear()
 
 
 class CommandRun:
-    """One command. process: ends when it does, or by a crash."""
+    """One command. process: ends when it does, or by a crash. is_cut_short: it was killed, or the
+    database took no row of it."""
 
     def __init__(self, command: Command, data_dir: Path, around: Surroundings):
         self._command = command
@@ -81,6 +88,7 @@ class CommandRun:
         self._around = around
         self._choices = random.Random(f"{command.seed} command")
         self.process = Process(f"command {command.kind}")
+        self.is_cut_short = False
         self._engine = SimulatedEngine(
             *(around.loop, self._choices, lambda number: "fine", lambda *event: None, OPERATION_S)
         )
@@ -91,6 +99,7 @@ class CommandRun:
         return not self.process.alive or not self.process.unfinished()
 
     def end(self) -> None:
+        self.is_cut_short = True
         self.process.alive = False
         self._engine.end()
 
@@ -98,9 +107,11 @@ class CommandRun:
         connector = Connector(self._around.loop, self._around.delay_s)
         database = await Database.open(self._data_dir, connector=connector)
         try:
-            # By name: what it is for is not kept, or goes while it is read.
-            with suppress(TinkercloudError):
-                await self._do(database)
+            await self._do(database)
+        except StorageFailed:
+            self.is_cut_short = True
+        except TinkercloudError:  # by name: what it is for is not kept, or goes while it is read
+            pass
         except Exception as error:  # noqa: BLE001 - a command that ends so has failed
             self._around.fail(f"{self.process.name}: {error!r}")
         finally:

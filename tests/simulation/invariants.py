@@ -171,22 +171,24 @@ def nothing_of_another_user(world: "World") -> Iterator[str]:
 
 
 def files_are_whole(world: "World") -> Iterator[str]:
-    """Every checkpoint on record verifies, and no others lie there. What a killed command left half
-    written goes when the server begins anew."""
+    """Every checkpoint on record verifies, and no others lie there. What a command left that was
+    killed, or that the database took no row of, goes when the server begins anew."""
     database = apsw.Connection(str(world.disk.folder / "tinkercloud.db"), vfs=sqlite.VFS_NAME)
     directories = {row[0] for row in database.execute("SELECT directory FROM checkpoints")}
+    models = database.execute("SELECT model_id, user_metadata FROM models").fetchall()
     database.close()
+    of_server = {model_id for model_id, about in models if "branch_of" not in json.loads(about)}
     for directory in sorted(directories):
         try:
             checkpoint_files.verify(world.disk.folder / directory)
         except ServerFault as error:
             yield f"checkpoint {directory}: {error}"
-    may_be_left = world.num_crashes["command"] > 0 and not world.is_begun_anew
     for path in world.disk.folder.glob("checkpoints/*/*/*/*"):
-        if may_be_left and path.name.startswith(checkpoint_files.TEMPORARY_PREFIX):
+        directory = path.relative_to(world.disk.folder)
+        if directory.parts[1] not in of_server and world.commands.may_have_left_files:
             continue
-        if str(path.relative_to(world.disk.folder)) not in directories:
-            yield f"{path.relative_to(world.disk.folder)} belongs to nothing"
+        if str(directory) not in directories:
+            yield f"{directory} belongs to nothing"
 
 
 def what_was_deleted_is_gone(world: "World") -> Iterator[str]:

@@ -6,12 +6,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from tests.simulation.commands import CommandRun, Commands, Surroundings
 from tests.simulation.engine import SimulatedEngine
-from tests.simulation.invariants import PUT_AWAY_S, nothing_is_left_over
+from tests.simulation.invariants import PUT_AWAY_S, files_are_whole, nothing_is_left_over
 from tests.simulation.loop import SimulatedLoop
-from tests.simulation.schedule import BASES
+from tests.simulation.schedule import BASES, Command
 from tinkercloud.core.types import FromBase
+from tinkercloud.errors import StorageFailed
 from tinkercloud.services.recovery.version_store import VersionStore
+from tinkercloud.storage.database import Database
+from tinkercloud.storage.metadata import LoraRecord, MetadataStorage, Model
 
 MAX_STEPS = 10_000
 
@@ -57,3 +63,49 @@ def test_what_a_slow_engine_is_told_to_free_is_not_left_over(tmp_path: Path) -> 
 def test_a_version_that_is_never_released_is_left_over(tmp_path: Path) -> None:
     [text] = left_over(is_released=False, folder=tmp_path)
     assert "is left, and nothing needs it" in text
+
+
+async def test_only_commands_that_were_cut_short_may_leave_files(tmp_path: Path) -> None:
+    database = await Database.open(tmp_path)
+    metadata = MetadataStorage(database)
+    lora = LoraRecord(4, 0, True, True, True)
+    for model_id, about in (("server's", {}), ("branch", {"branch_of": "server's"})):
+        await metadata.put_model(Model(model_id, "ann", "s", "base", lora, about, 1.0, 1.0, "live"))
+    await database.close()
+    of_server, *of_commands = (
+        *("checkpoints/server's/weights/a/.tmp-1", "checkpoints/branch/weights/step-2/0123"),
+        "checkpoints/not known yet/weights/step-2/.tmp-2",
+    )
+    for directory in (of_server, *of_commands):
+        (tmp_path / directory).mkdir(parents=True)
+
+    def wrong(*, may_have_left_files: bool) -> set[str]:
+        left = SimpleNamespace(may_have_left_files=may_have_left_files)
+        world: Any = SimpleNamespace(disk=SimpleNamespace(folder=tmp_path), commands=left)
+        return {text.removesuffix(" belongs to nothing") for text in files_are_whole(world)}
+
+    assert wrong(may_have_left_files=True) == {of_server}
+    assert wrong(may_have_left_files=False) == {of_server, *of_commands}
+
+
+def test_a_command_that_the_disk_refuses_may_have_left_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(self: CommandRun, database: Database) -> None:
+        raise StorageFailed("database or disk is full")
+
+    monkeypatch.setattr(CommandRun, "_do", refused)
+    loop, failures = SimulatedLoop(random.Random(1)), list[str]()
+    around = Surroundings(loop, lambda: 0.0, tmp_path, list, failures.append)
+    commands = Commands(around, lambda process: None)
+
+    async def ended() -> None:
+        commands.begin(Command("branch", 0.0, 1), tmp_path)
+        while not commands.are_done:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.1)
+
+    loop.run(ended(), MAX_STEPS)
+    assert not failures
+    assert commands.may_have_left_files
+    commands.end()  # another server begins
+    assert not commands.may_have_left_files

@@ -53,7 +53,6 @@ class World:
         self.coverage = Coverage()
         self.history = History()
         self.failures: list[str] = []
-        self.is_begun_anew = False  # the server, after everything was at rest
         self.cleaned_up_at = 0.0  # by the wall clock
         self.moments: dict[float, float] = {}
         """When it was what by the wall clock: no row can say, for that clock is set."""
@@ -80,7 +79,7 @@ class World:
         later = partial(in_process, self._world, self.loop.call_later)
         self._troubles = DiskTroubles(schedule.disk, later, self.note)
         self._clients: list[Process] = []
-        self._commands = Commands(
+        self.commands = Commands(
             Surroundings(
                 *(self.loop, delay_s, self._scratch, self.history.samples),
                 lambda text: None if self._troubles.has_come else self.fail(text),
@@ -152,7 +151,6 @@ class World:
         if not self.failures:
             self._crash("power", "at rest")
             await self._end_faults()
-            self.is_begun_anew = True
             await self._sample_what_was_published()
             await check(self)
         if not self.failures:
@@ -176,11 +174,11 @@ class World:
         server = self.server
         if server is None or not server.is_up or server.is_stopped:
             return False
-        return self.engine.is_up and server.is_idle and self._commands.are_done
+        return self.engine.is_up and server.is_idle and self.commands.are_done
 
     def _begin_command(self, command: Command) -> None:
         if self.faults_on and self.server is not None and self.server.is_up:
-            self._commands.begin(command, self.disk.folder)
+            self.commands.begin(command, self.disk.folder)
 
     def _note_killed(self, process: Process) -> None:
         """Of a command."""
@@ -262,7 +260,7 @@ class World:
         self.note(f"CRASH {kind} at {label}")
         self.coverage.crashed_at_awaits(server.process)
         server.process.alive = False
-        self._commands.end()
+        self.commands.end()
         self.engine.end()
         self.network.hang_up()
         self.server = None
@@ -286,7 +284,7 @@ class World:
             return
         self.server = None
         server.process.alive = False
-        self._commands.end()
+        self.commands.end()
         self.engine.end()
         self.disk.after_kill()
         await asyncio.sleep(down_s)
@@ -318,7 +316,7 @@ class World:
         server = self.server
         if not self.faults_on or server is None:
             return
-        is_command = self._commands.has(process)
+        is_command = self.commands.has(process)
         if process is not server.process and not is_command:
             return
         for place in suspended_at(task):
@@ -327,7 +325,7 @@ class World:
             crash = self._at_awaits.at(place, self.loop.now)
             self.coverage.met.add(place)
             if crash is not None and is_command and crash.kind == "kill":
-                self._commands.end(process)
+                self.commands.end(process)
             elif crash is not None and self.server is server:
                 self._look_for_next()
                 self._meet(crash, f"{place}: awaited")
@@ -403,8 +401,8 @@ class World:
         if not crashes or self.server is None:
             return False
         self._look_for_next()
-        if crashes[0].kind == "kill" and self._commands.has(process):
-            self._commands.end(process)
+        if crashes[0].kind == "kill" and self.commands.has(process):
+            self.commands.end(process)
         else:
             self._meet(crashes[0], places[0])
         return True

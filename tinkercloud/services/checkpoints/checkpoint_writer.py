@@ -41,7 +41,8 @@ class CheckpointWriter:
         self._data_dir = data_dir
         self._one_at_a_time = asyncio.Lock()  # rows: each counts those before it
         self.unrecorded: list[Checkpoint] = []
-        """Whose files are there, and whose row the database did not take."""
+        """Whose files are there, and whose row the database did not take. Those of a command stay
+        until a server begins: until another row is taken, a crash could bring that one back."""
 
     async def write(self, model: Model, options: SaveOptions, fill: Fill) -> Checkpoint:
         """Make `fill` write a checkpoint of the model and put it on record, in place of one of
