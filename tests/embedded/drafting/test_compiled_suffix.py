@@ -111,15 +111,14 @@ def test_a_text_takes_less_memory_than_in_python(compiled: CompiledAutomata) -> 
 
 def test_what_is_drafted_from_stays_when_the_group_forgets_it(compiled: CompiledAutomata) -> None:
     """The sample's match is in text whose automaton nobody else has any more."""
-    matches, text = compiled.matches(), compiled.text()
+    matches, text = compiled.matches(SuffixSettings()), compiled.text()
     text.write(ROOT, list(range(100)))
     matches.use([text], list(range(10)))
-    settings = SuffixSettings()
-    assert matches.draft(4, settings).tokens == (10, 11, 12, 13)
+    assert matches.draft(4).tokens == (10, 11, 12, 13)
     matches.use([], ())
     del text
     others = [CompiledAutomaton(compiled._library) for _ in range(50)]  # in its place, were it free
     for other in others:
         other.write(ROOT, [7] * 100)
     matches.read([10, 11], None)
-    assert matches.draft(3, settings).tokens == (12, 13, 14)
+    assert matches.draft(3).tokens == (12, 13, 14)

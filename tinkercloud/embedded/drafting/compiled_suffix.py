@@ -17,7 +17,6 @@ from tinkercloud.speculative.drafters.suffix_matches import (
 
 NONE = -1
 MOST_SHORTER = 15  # of suffix.h
-MOST_DRAFTED = 256
 
 
 def suffix_drafter(base: BaseModel) -> SuffixDrafter:
@@ -57,16 +56,14 @@ class CompiledAutomaton:
 class CompiledMatches(SampleMatches[CompiledAutomaton]):
     """The first of the matches in C is that in the sample's own output."""
 
-    def __init__(self, library: c.CDLL) -> None:
+    def __init__(self, library: c.CDLL, settings: SuffixSettings) -> None:
         self._library = library
+        self._rule = _rule_of(settings)
         self._automata = [CompiledAutomaton(library)]
         self._matches = (SuffixMatch * 1)(SuffixMatch(self._automata[0].handle, 0, 0))
         # C has the addresses: what they are of is kept here.
         self._drafted_from: CompiledAutomaton | None = None
         self._state = SuffixMatches(self._matches, 1, SuffixMatch(None, 0, 0))
-        self._chosen = c.c_int64()
-        self._drafted = (c.c_int32 * MOST_DRAFTED)(), (c.c_double * MOST_DRAFTED)()
-        self._rule: tuple[SuffixSettings, SuffixRule] | None = None
 
     def restart_output(self) -> None:
         self._automata[0] = CompiledAutomaton(self._library)
@@ -93,15 +90,11 @@ class CompiledMatches(SampleMatches[CompiledAutomaton]):
         if not self._library.suffix_read(self._state, *_array(new), at):
             raise MemoryError
 
-    def draft(self, most: int, settings: SuffixSettings) -> Draft:
-        if self._rule is None or self._rule[0] is not settings:
-            self._rule = settings, _rule_of(settings)
-        tokens, shares = self._drafted
-        num = self._library.suffix_draft(
-            self._state, min(most, MOST_DRAFTED), self._rule[1], tokens, shares, self._chosen
-        )
-        if self._chosen.value != NONE:
-            self._drafted_from = self._automata[self._chosen.value]
+    def draft(self, most: int) -> Draft:
+        tokens, shares, chosen = (c.c_int32 * most)(), (c.c_double * most)(), c.c_int64()
+        num = self._library.suffix_draft(self._state, most, self._rule, tokens, shares, chosen)
+        if chosen.value != NONE:
+            self._drafted_from = self._automata[chosen.value]
         return Draft(tuple(tokens[:num]), tuple(shares[:num]))
 
 
@@ -113,8 +106,8 @@ class CompiledAutomata(Automata[CompiledAutomaton]):
     def text(self) -> CompiledAutomaton:
         return CompiledAutomaton(self._library)
 
-    def matches(self) -> CompiledMatches:
-        return CompiledMatches(self._library)
+    def matches(self, settings: SuffixSettings) -> CompiledMatches:
+        return CompiledMatches(self._library, settings)
 
 
 def _declare(library: c.CDLL) -> None:

@@ -171,9 +171,11 @@ class Snapshots:
             # Another attempt may cost as much again: not with each operation.
             state.tried_s = debt_s
             state.cost_s = max(state.cost_s, time.monotonic() - began)
-            # As where its folder cannot be made: a model that rests would keep it in memory.
-            with suppress(TinkercloudError):
-                await self._backend.drop_copy(copied.copy)
+            if isinstance(error, OSError):
+                # Its folder could not be made, so the backend was not told to write it: a model
+                # that rests would keep it in memory.
+                with suppress(TinkercloudError):
+                    await self._backend.drop_copy(copied.copy)
         finally:
             state.writing = None
             self._num_underway -= 1

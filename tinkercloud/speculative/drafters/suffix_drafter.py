@@ -57,9 +57,9 @@ class Reader(Generic[T]):
         self._matches.read(new, text.automaton)
         self._history.written(text, num_new, before)
 
-    def draft(self, tokens: Sequence[int], most: int, settings: SuffixSettings) -> Draft:
+    def draft(self, tokens: Sequence[int], most: int) -> Draft:
         self._refresh(tokens, len(tokens))
-        return self._matches.draft(most, settings)
+        return self._matches.draft(most)
 
     def _text_to_write(self, tokens: Sequence[int], num_read: int) -> Text[T] | None:
         """The text that the sample is written to, begun with its last tokens where it is new."""
@@ -95,8 +95,8 @@ class SuffixDrafter(Drafter):
         self._readers: dict[int, Reader[Any]] = {}
 
     def begin(self, stream: Stream) -> None:
-        own_tokens = self._settings.own_tokens
-        reader = Reader(stream, self.history, self._automata.matches(), own_tokens)
+        matches = self._automata.matches(self._settings)
+        reader = Reader(stream, self.history, matches, self._settings.own_tokens)
         self._readers[stream.id] = reader
         reader.read(stream.tokens, len(stream.tokens) - stream.num_prompt)
 
@@ -112,4 +112,4 @@ class SuffixDrafter(Drafter):
     def _draft(self, stream: Stream, most: int) -> Draft:
         if most < 1:
             return NO_DRAFT
-        return self._readers[stream.id].draft(stream.tokens, most, self._settings)
+        return self._readers[stream.id].draft(stream.tokens, most)

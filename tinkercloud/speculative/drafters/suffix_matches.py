@@ -48,7 +48,7 @@ class SampleMatches(Protocol[Written]):
         """The sample's next tokens, which are added to its own output and to `written`."""
         ...
 
-    def draft(self, most: int, settings: SuffixSettings) -> Draft:
+    def draft(self, most: int) -> Draft:
         """From the longest match that was continued; of equals in its own output, then in the first
         text. Or from where the draft before came from, mismatches skipped, where that match is
         longer. `most` tokens, one at least."""
@@ -60,7 +60,7 @@ class Automata(Protocol[T]):
 
     def text(self) -> T: ...
 
-    def matches(self) -> SampleMatches[T]: ...
+    def matches(self, settings: SuffixSettings) -> SampleMatches[T]: ...
 
 
 @dataclass(slots=True)
@@ -96,7 +96,8 @@ class Match:
 
 
 class Matches(SampleMatches[Automaton]):
-    def __init__(self) -> None:
+    def __init__(self, settings: SuffixSettings) -> None:
+        self._settings = settings
         self._output = Match(Automaton())
         self._others: list[Match] = []
         self._drafted_from: Match | None = None
@@ -128,8 +129,8 @@ class Matches(SampleMatches[Automaton]):
             else:
                 match.follow(new)
 
-    def draft(self, most: int, settings: SuffixSettings) -> Draft:
-        best = self._longest()
+    def draft(self, most: int) -> Draft:
+        best, settings = self._longest(), self._settings
         if settings.skips_mismatches:
             if self._drafted_from is None or best.length >= self._drafted_from.length:
                 self._drafted_from = best
@@ -152,5 +153,5 @@ class PlainAutomata(Automata[Automaton]):
     def text(self) -> Automaton:
         return Automaton()
 
-    def matches(self) -> Matches:
-        return Matches()
+    def matches(self, settings: SuffixSettings) -> Matches:
+        return Matches(settings)
