@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from operator import not_
 from pathlib import Path
@@ -84,6 +85,7 @@ def settings(model: Path, logs: Path, **changes: Any) -> RolloutSettings:
         "options": (*CPU_OPTIONS, *more),
         "environment": sglang_environment(),
         "host": "127.0.0.1",
+        "key": f"-{secrets.token_urlsafe(31)}",  # one of 64 begins so; it is no option
         "start_timeout_s": 400.0,  # the machine may have other things to do
         "request_timeout_s": 400.0,
         "health_interval_s": 2.0,

@@ -15,7 +15,7 @@ def main() -> None:
 
     key = engine_key()
     if key is not None:
-        sys.argv += ["--api-key", key]
+        sys.argv.append(f"--api-key={key}")  # as one word: a key may begin with a dash
     launch()
 
 

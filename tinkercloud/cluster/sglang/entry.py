@@ -77,7 +77,7 @@ def main() -> None:
 
     load_plugins()
     key = engine_key()
-    with_key = [] if key is None else ["--api-key", key]
+    with_key = [] if key is None else [f"--api-key={key}"]  # one word: a key may begin with a dash
     try:
         run_server(prepare_server_args([*sys.argv[1:], *with_key]))
     finally:
