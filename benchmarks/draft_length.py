@@ -6,7 +6,7 @@ part that brings nothing anywhere has no place in the controller.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,7 +35,7 @@ from tinkercloud.speculative.draft_length.costs import ROWS, CostTable, Measured
 from tinkercloud.speculative.draft_length.planning import Estimates, PlannerSettings
 from tinkercloud.speculative.draft_length.probing import ProbeSchedule
 from tinkercloud.speculative.draft_length.profit_tracker import ProfitTracker
-from tinkercloud.speculative.draft_length.rounds import Load
+from tinkercloud.speculative.draft_length.rounds import Load, Round
 
 HURTS, LEAST, BEST = 0.02, 0.95, 0.98
 COLUMNS = (
@@ -58,14 +58,22 @@ def avx2(rows: int) -> float:
 class OneBucket(Acceptance):
     """Without the drafter's confidence."""
 
-    def _padded(self, confidences: Sequence[Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
-        padded, lengths = super()._padded(confidences)
-        return np.zeros_like(padded), lengths
+    def survivals(
+        self, confidences: Sequence[Sequence[float]], groups: Sequence[Hashable] = ()
+    ) -> list[list[float]]:
+        return super().survivals(_sure(confidences), groups)
+
+    def learn(self, last_round: Round) -> None:
+        super().learn(replace(last_round, confidences=_sure(last_round.confidences)))
+
+
+def _sure(confidences: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple((1.0,) * len(draft) for draft in confidences)
 
 
 class NoGroups(Acceptance):
-    def _factors(self, num_sequences: int, groups: Sequence[object]) -> np.ndarray:
-        return np.ones((num_sequences, 1))
+    def _factors(self, num_sequences: int, groups: Sequence[Hashable]) -> list[float]:
+        return [1.0] * num_sequences
 
 
 class FixedShape(CostTable):

@@ -43,10 +43,22 @@ def learned(rounds: list[Round], **prior: float) -> Acceptance:
     return acceptance
 
 
+def survivals_of(
+    acceptance: Acceptance,
+    confidences: list[tuple[float, ...]],
+    groups: tuple[Hashable, ...] = (),
+) -> np.ndarray:
+    """(B, K), 0 where there is no token."""
+    survivals = np.zeros((len(confidences), K))
+    for row, chances in zip(survivals, acceptance.survivals(confidences, groups), strict=True):
+        row[: len(chances)] = chances
+    return survivals
+
+
 def test_a_drafter_that_is_too_sure_is_believed_as_far_as_it_was_right():
     rate = {0.99: 0.6, 0.5: 0.1}
     acceptance = learned(drafts(rate, 4000), memory=1e9)
-    survivals = acceptance.survivals([(0.99, 0.99), (0.5,), (0.99, 0.5)])
+    survivals = survivals_of(acceptance, [(0.99, 0.99), (0.5,), (0.99, 0.5)])
     assert survivals[0, :2] == pytest.approx([0.6, 0.36], abs=0.06)
     assert survivals[1, 0] == pytest.approx(0.1, abs=0.05)
     assert survivals[2, 1] == pytest.approx(0.06, abs=0.04)
@@ -54,10 +66,11 @@ def test_a_drafter_that_is_too_sure_is_believed_as_far_as_it_was_right():
 
 def test_a_draft_that_is_cut_by_its_samples_end_has_no_rejected_token():
     last_round = replace(a_round([(0.9,) * K], [2]), ended=(True,))
-    assert learned([last_round] * 500).survivals([(0.9,) * K])[0, 1] > 0.95
+    assert survivals_of(learned([last_round] * 500), [(0.9,) * K])[0, 1] > 0.95
     rejected = replace(last_round, ended=(False,))
-    assert learned([rejected] * 500).survivals([(0.9,) * K])[0, 2] < 0.05
-    assert learned([last_round] * 500).survivals([(0.9,) * K])[0, 2] > 0.5  # nothing is known of it
+    assert survivals_of(learned([rejected] * 500), [(0.9,) * K])[0, 2] < 0.05
+    unknown = survivals_of(learned([last_round] * 500), [(0.9,) * K])[0, 2]
+    assert unknown > 0.5  # nothing is known of it
 
 
 def test_rates_equal_counting_where_there_is_much():
@@ -65,41 +78,41 @@ def test_rates_equal_counting_where_there_is_much():
     acceptance = learned(rounds, memory=1e12)
     first = [(r.confidences[0][0], r.accepted[0] > 0) for r in rounds]
     counted = np.mean([accepted for confidence, accepted in first if confidence == 0.99])
-    assert acceptance.survivals([(0.99,)])[0, 0] == pytest.approx(counted, abs=0.005)
+    assert survivals_of(acceptance, [(0.99,)])[0, 0] == pytest.approx(counted, abs=0.005)
 
 
 def test_what_fails_in_the_first_place_says_little_of_those_behind_it():
     """Half of the drafts fail at once, the others never; two tokens of each are verified."""
     confidences = [(0.9,) * K]
     rounds = [a_round(confidences, [accepted], verified=[2]) for accepted in (0, 2) * 100]
-    survivals = learned(rounds).survivals(confidences)[0]
+    survivals = survivals_of(learned(rounds), confidences)[0]
     assert survivals[0] == pytest.approx(0.5, abs=0.05)
     assert survivals[3] > 0.8 * survivals[1]  # what was seen of all places together is 0.67
 
 
 def test_with_little_data_the_overall_rate_is_told():
     acceptance = learned([*drafts({0.99: 0.9}, 500), a_round([(0.9,)], [0])], memory=1e9)
-    never_seen = acceptance.survivals([(0.7,)])[0, 0]
-    assert never_seen == pytest.approx(acceptance.overall)
-    assert acceptance.survivals([(0.9,)])[0, 0] > 0.7  # one failure is not the rate
+    overall = acceptance.overall
+    assert survivals_of(acceptance, [(0.7,)])[0, 0] == pytest.approx(overall)  # never seen
+    assert survivals_of(acceptance, [(0.9,)])[0, 0] > 0.7  # one failure is not the rate
 
 
 def test_until_they_are_counted_less_is_hoped_of_unsure_tokens():
     acceptance = Acceptance(K)
-    hoped = acceptance.survivals([(0.1,), (0.3,), (0.5,), (0.7,)])[:, 0]
+    hoped = survivals_of(acceptance, [(0.1,), (0.3,), (0.5,), (0.7,)])[:, 0]
     assert hoped == pytest.approx([0.1, 0.3, 0.5, 0.6])
     acceptance = learned(drafts({0.3: 0.9, 0.7: 0.2}, 500), memory=1e9)
-    low, high = acceptance.survivals([(0.3,), (0.7,)])[:, 0]
+    low, high = survivals_of(acceptance, [(0.3,), (0.7,)])[:, 0]
     assert low == pytest.approx(0.9, abs=0.05) and high == pytest.approx(0.2, abs=0.05)
 
 
 def test_a_new_drafter_is_hoped_for():
-    assert Acceptance(K).survivals([(0.9, 0.9)])[0, :2] == pytest.approx([0.6, 0.36])
+    assert survivals_of(Acceptance(K), [(0.9, 0.9)])[0, :2] == pytest.approx([0.6, 0.36])
 
 
 def test_survival_never_rises_with_depth_and_ends_with_the_draft():
     acceptance = learned(drafts({0.99: 0.9, 0.3: 0.2}, 300))
-    survivals = acceptance.survivals([(0.99, 0.3, 0.99), (), (0.99,) * K])
+    survivals = survivals_of(acceptance, [(0.99, 0.3, 0.99), (), (0.99,) * K])
     assert (np.diff(survivals, axis=1) <= 0).all() and (survivals <= 1).all()
     assert survivals[0, 3] == 0 and not survivals[1].any() and survivals[2].all()
 
@@ -111,14 +124,14 @@ def test_what_was_counted_long_ago_fades():
 
 
 def test_tokens_that_were_not_verified_say_nothing():
-    before = Acceptance(K).survivals([(0.9,) * K])
+    before = survivals_of(Acceptance(K), [(0.9,) * K])
     acceptance = learned([a_round([(0.9,) * K], [0], verified=[0])] * 50)
-    assert (acceptance.survivals([(0.9,) * K]) == before).all()
+    assert (survivals_of(acceptance, [(0.9,) * K]) == before).all()
 
 
 def test_tokens_behind_one_that_fell_say_nothing():
     acceptance = learned([a_round([(0.9, 0.9, 0.9, 0.9)], [1])] * 200, memory=1e9)
-    rates = acceptance.survivals([(0.9,) * K])[0]
+    rates = survivals_of(acceptance, [(0.9,) * K])[0]
     assert rates[0] > 0.95 and rates[1] / rates[0] < 0.05
     assert rates[2] / rates[1] == pytest.approx(rates[3] / rates[2])  # nothing known of either
 
@@ -129,7 +142,7 @@ def test_a_group_whose_drafts_stand_more_often_is_told_apart():
     for _ in range(300):
         accepted = [int(coins.random() < rate) for rate in (0.9, 0.3)]
         acceptance.learn(a_round([(0.9,), (0.9,)], accepted, ("easy", "hard")))
-    survivals = acceptance.survivals([(0.9,)] * 3, ("easy", "hard", "new"))[:, 0]
+    survivals = survivals_of(acceptance, [(0.9,)] * 3, ("easy", "hard", "new"))[:, 0]
     assert survivals == pytest.approx([0.9, 0.3, 0.6], abs=0.12)
 
 
@@ -138,7 +151,7 @@ def test_groups_are_remembered_up_to_a_limit():
     for group in range(50):
         acceptance.learn(a_round([(0.9,)], [group % 2], (group,)))
     assert acceptance.overall > 0.0
-    rates = acceptance.survivals([(0.9,)] * 51, (*range(50), "new"))[:, 0]
+    rates = survivals_of(acceptance, [(0.9,)] * 51, (*range(50), "new"))[:, 0]
     assert all(rates[:40] == rates[50])
     assert all(rates[40:50] != rates[50])
 
@@ -162,6 +175,27 @@ def test_depths_that_were_not_asked_for_are_not_foreseen_as_empty():
     assert rows[0] == pytest.approx([1.0] * K, abs=0.02)
 
 
+def test_rounds_that_are_counted_together_are_counted_like_one_by_one():
+    rounds = drafts({0.99: 0.8, 0.5: 0.3}, 403)
+    together, one_by_one = learned(rounds, memory=1e9), Acceptance(K, Prior(memory=1e9))
+    for last_round in rounds:
+        one_by_one.learn(last_round)
+        assert 0.0 < one_by_one.overall < 1.0  # which wants all counts
+    for acceptance in (together, one_by_one):
+        acceptance.age(1.0)
+    confidences = [(0.99, 0.5, 0.99, 0.5), (0.5,) * K]
+    expected = survivals_of(one_by_one, confidences)
+    assert survivals_of(together, confidences) == pytest.approx(expected, rel=1e-6)
+
+
+def test_of_a_drafter_that_is_hardly_known_each_round_counts_at_once():
+    acceptance = Acceptance(K)
+    for _ in range(5):
+        before = survivals_of(acceptance, [(0.9,)])[0, 0]
+        acceptance.learn(a_round([(0.9, 0.9, 0.9)], [0], verified=[3]))
+        assert survivals_of(acceptance, [(0.9,)])[0, 0] < before
+
+
 def test_aging_brings_back_the_hope():
     acceptance = learned(drafts({0.99: 0.0}, 300), memory=1e9)
     low = acceptance.overall
@@ -172,15 +206,15 @@ def test_aging_brings_back_the_hope():
 def test_drafts_that_nobody_verified_are_learned_from_by_what_the_target_sampled():
     """A drafter that was wrong at first and is right now is found out without a verification."""
     acceptance = learned([a_round([(0.9, 0.9)], [0])] * 50)
-    assert acceptance.survivals([(0.9,)])[0, 0] < 0.1
+    assert survivals_of(acceptance, [(0.9,)])[0, 0] < 0.1
     unverified = replace(a_round([(0.9, 0.9)], [0], verified=[0]), foreseen=(True,))
     for _ in range(500):
         acceptance.learn(unverified)
-    assert acceptance.survivals([(0.9,)])[0, 0] > 0.8
+    assert survivals_of(acceptance, [(0.9,)])[0, 0] > 0.8
     behind = replace(a_round([(0.9, 0.9)], [1], verified=[1]), foreseen=(False,))
-    assert learned([behind] * 500).survivals([(0.9, 0.9)])[0, 1] < 0.05
+    assert survivals_of(learned([behind] * 500), [(0.9, 0.9)])[0, 1] < 0.05
     unknown = replace(behind, foreseen=(None,))
-    assert learned([unknown] * 500).survivals([(0.9, 0.9)])[0, 1] > 0.5
+    assert survivals_of(learned([unknown] * 500), [(0.9, 0.9)])[0, 1] > 0.5
 
 
 def test_drafts_that_are_verified_while_they_are_sure_are_foreseen_as_that():
@@ -211,7 +245,7 @@ def test_tokens_that_never_come_are_not_foreseen_as_verified():
 def test_of_another_draft_the_same_confidences_are_the_better_ones():
     acceptance = learned(drafts({0.99: 0.9, 0.5: 0.2}, 4000), memory=1e9)
     acceptance.expect((0.75, 0.7))
-    survivals = acceptance.survivals([(0.99, 0.99), (0.5, 0.5)])
+    survivals = survivals_of(acceptance, [(0.99, 0.99), (0.5, 0.5)])
     first, second = survivals[:, 0], survivals[:, 1] / survivals[:, 0]
     assert first.mean() == pytest.approx(0.75, abs=0.06)
     assert second.mean() == pytest.approx(0.7, abs=0.06)

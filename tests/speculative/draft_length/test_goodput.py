@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tinkercloud.speculative.draft_length.goodput import Allocation, Limit, allocate
+from tinkercloud.speculative.draft_length.goodput import Allocation, Limit, allocate, choose
 
 B, D = 3, 3
 
@@ -77,6 +77,29 @@ def test_no_draft_is_chosen_beyond_its_end(seed):
     survival = drawn(seed)
     counts = allocated(survival, flat).counts
     assert list(counts) == (survival > 0).sum(1).tolist()
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("seed", range(20))
+def test_drafts_that_have_come_are_chosen_like_those_that_are_foreseen(name, seed):
+    survival, ms = drawn(seed), COSTS[name]
+    coins = np.random.default_rng(seed)
+    costs = ms(np.arange(B * D + 1.0))
+    times_plain = (costs / costs[0]).tolist()
+    for limit in (
+        Limit(),
+        Limit(rows=int(coins.integers(0, B * D))),
+        Limit(urgency=1.0 + coins.random(B), sacrifice=float(coins.random())),
+    ):
+        chosen = choose([row[row > 0].tolist() for row in survival], times_plain, costs[0], limit)
+        expected = allocated(survival, ms, limit)
+        assert chosen.counts == expected.counts
+        assert chosen.goodput == pytest.approx(expected.goodput)
+        assert chosen.plain == pytest.approx(expected.plain)
+
+
+def test_no_more_is_chosen_than_it_is_known_how_long_it_takes():
+    assert choose([[1.0, 1.0], [1.0]], [1.0, 1.0, 1.0], 1.0).counts == (2, 0)
 
 
 def test_behind_a_step_there_is_room():

@@ -33,7 +33,8 @@ from tinkercloud.speculative.verify import coupled_chance
 MAX_SKIPPED = 7
 """Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and up
 to as many where drafts cost nothing but none was worth verifying, one more after each decision of
-that. To decide the same again in every round would be most of what drafts cost."""
+that, until a drafted token is accepted again. To decide the same again in every round would be most
+of what drafts cost."""
 MAX_DRAWS = 65_536
 """Draws that are remembered (see `_DrawHistory`)."""
 
@@ -192,8 +193,9 @@ class Speculation(Speculator):
         ]
         drafts = self._drafts(samples, limits)
         nums_verified = self._controller.choose([draft.confidences for draft in drafts])
-        self._num_idle = 0 if any(nums_verified) else self._num_idle + 1
-        self._num_to_skip = max(self._num_to_skip, min(self._num_idle, MAX_SKIPPED))
+        if not any(nums_verified):
+            self._num_idle += 1
+            self._num_to_skip = max(self._num_to_skip, min(self._num_idle, MAX_SKIPPED))
         self._round = {
             sample: _SampleRound(
                 sample, self._streams[sample].group, limit, draft, min(num, len(draft.tokens))
@@ -278,6 +280,8 @@ class Speculation(Speculator):
         verify_ms = max(0.0, all_ms - own_ms)
         times = Times(self._draft_ms, verify_ms, self._host_ms, usable, self._catch_up_ms)
         last_round = _round_of(entries, times, self._controller.unsure_below)
+        if any(last_round.accepted):
+            self._num_idle = 0
         self._controller.observe(last_round)
         self._notify_observer(entries, last_round)
         self._report(entries, last_round)

@@ -8,6 +8,9 @@ right twice is mostly right a third time, and what is seldom verified would else
 fails in the first place. Old counts fade.
 A group of samples whose drafts are accepted more often than expected, or less, has a factor.
 
+Counting and fitting take longer than the rest of a round's decision, so that some rounds are
+counted together once their tokens are few beside what is known.
+
 Axes: B sequences, D depths, C buckets of confidence.
 """
 
@@ -15,7 +18,6 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +33,7 @@ rate. Of a suffix drafter's first tokens with SmolLM2 there were accepted, in pr
 text together, 0.10 of those below 0.4, 0.57 below 0.6, and 0.73 above."""
 DEEPER_LEANING = 2.0
 MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
+MOST_UNCOUNTED, UNCOUNTED_SHARE = 4, 0.1  # rounds; of their tokens in what was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +65,50 @@ class Acceptance:
         self._requested, self._verified, self._asked = self._drafts
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._fitted_rates: Array | None = None  # of the counts as they are
+        self._rates_by_depth: list[list[float]] | None = None  # the same
+        self._uncounted: list[Round] = []
+        self._num_uncounted = self._num_counted = 0.0  # tokens
 
     @property
     def overall(self) -> float:
         """The rate of all drafted tokens, given that those before were accepted."""
+        self._count()
+        return self._overall
+
+    @property
+    def _overall(self) -> float:
         prior = self._prior
         accepted = self._accepted.sum() + prior.rate * prior.tokens
         return float(accepted / (self._judged.sum() + prior.tokens))
 
     def survivals(
         self, confidences: Sequence[Sequence[float]], groups: Sequence[Hashable] = ()
-    ) -> Array:
-        """(B, D): the chance that this token and all before it are accepted; 0 where there is no
-        token."""
-        padded, lengths = self._padded(confidences)
-        depths = np.arange(len(self._judged))
-        rates = self._rates[depths, _buckets(padded)] * self._factors(len(lengths), groups)
-        rates = np.where(depths < lengths[:, None], np.minimum(rates, 1.0), 0.0)
-        return np.cumprod(rates, 1, dtype=np.float64)
+    ) -> list[list[float]]:
+        """Of each draft's tokens: the chance that this one and all before it are accepted."""
+        by_depth = self._rates_by_depth
+        if by_depth is None:
+            by_depth = self._rates_by_depth = self._rates.tolist()
+        survivals = list[list[float]]()
+        for draft, factor in zip(confidences, self._factors(len(confidences), groups), strict=True):
+            chance, chances = 1.0, list[float]()
+            for rates, confidence in zip(by_depth, draft, strict=False):
+                chance *= min(factor * rates[bisect_right(EDGES, confidence)], 1.0)
+                chances.append(chance)
+            survivals.append(chances)
+        return survivals
 
     def forecast(self, num_sequences: int, groups: Sequence[Hashable] = ()) -> tuple[Array, Array]:
         """Before drafting: the chances (B, D) that a token asked for will be verified, and that it
         will be accepted. Drafts come shorter than asked, and those that do not pay are not
         verified."""
+        self._count()
         lean = self._prior.leaning
         shares = (self._verified + lean) / (self._requested + lean)
         by_depth = self._judged.sum(1), self._accepted.sum(1)
         rates = (by_depth[1] + lean * self.overall) / (by_depth[0] + lean)
         rows = np.tile(np.cumprod(shares, dtype=np.float64), (num_sequences, 1))
-        rates = np.minimum(rates * self._factors(num_sequences, groups), 1.0)
+        factors = np.array(self._factors(num_sequences, groups))
+        rates = np.minimum(rates * factors[:, None], 1.0)
         return rows, rows * np.cumprod(rates, 1)
 
     def forecast_chosen(
@@ -98,58 +116,76 @@ class Acceptance:
     ) -> tuple[Array, Array]:
         """`forecast` where a token is verified as long as its own rate and those of all before it
         are `least` or more: of drafts that are often sure and often not, long ones bring most."""
+        self._count()
         lean = self._prior.leaning
+        factors = np.array(self._factors(num_sequences, groups))
         came = (self._seen.sum(1) + lean) / (self._asked + lean)
-        rates = np.minimum(self._rates * self._factors(num_sequences, groups)[:, :, None], 1.0)
+        rates = np.minimum(self._rates * factors[:, None, None], 1.0)
         chosen = self._shares() * (rates >= least) * np.minimum(came, 1.0)[:, None]
         return np.cumprod(chosen.sum(-1), 1), np.cumprod((chosen * rates).sum(-1), 1)
 
     def sure_above(self, least: float) -> float:
         """The confidence below which first tokens are accepted at less than this rate, as far as
         some were seen."""
+        self._count()
         seen = np.flatnonzero(self._judged[0] >= 1.0)
         sure = seen[self._rates[0, seen] >= least]
         return float(EDGES[sure[0] - 1]) if len(sure) and sure[0] > seen[0] else 0.0
 
     def learn(self, last_round: Round) -> None:
-        if not any(last_round.confidences):
-            num_asked = sum(limit > 0 for limit in last_round.limits)
-            self._requested[0] += num_asked
-            self._asked[0] += num_asked
+        self._uncounted.append(last_round)
+        self._num_uncounted += sum(last_round.num_compared)
+        is_much = self._num_uncounted > UNCOUNTED_SHARE * self._num_counted
+        if is_much or len(self._uncounted) >= MOST_UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        if not self._uncounted:
             return
+        rounds, self._uncounted, self._num_uncounted = self._uncounted, [], 0.0
         depth = self._drafts.shape[1]
-        # What is not verified is seen too, or a drafter that was bad once would stay so for good.
-        seen = [  # places in the flat (D, C), of each draft
-            [i * BUCKETS + bisect_right(EDGES, c) for i, c in enumerate(draft[:depth])]
-            for draft in last_round.confidences
-        ]
-        judged = [places[:num] for places, num in zip(seen, last_round.num_compared, strict=True)]
-        accepted = [places[:num] for places, num in zip(seen, last_round.num_right, strict=True)]
-        limits, verified = last_round.limits, last_round.verified
-        requested = [min(limit, num + 1) for limit, num in zip(limits, verified, strict=True)]
-        asked = list[int]()
-        for limit, draft in zip(limits, last_round.confidences, strict=True):
-            # A draft that ends with an unsure token may have had more to say.
-            ends = bool(draft) and draft[-1] < last_round.unsure_below
-            asked.append(min(limit, min(len(draft), depth) + 1 - ends))
-        self._learn_groups(last_round.groups, judged, accepted)
-        self.age(float(np.exp(-sum(map(len, judged)) / self._prior.memory)))
-        for counts, some in zip(self._tokens, (judged, accepted, seen), strict=True):
-            places = list(chain.from_iterable(some))
+        judged, accepted, seen = [], [], list[int]()  # places in the flat (D, C)
+        reached = list[tuple[int, int, int]]()  # of each draft: requested, verified, asked
+        for one in rounds:
+            drafts = zip(one.confidences, one.limits, one.verified, strict=True)
+            verdicts = zip(one.num_compared, one.num_right, strict=True)
+            groups = one.groups or (None,) * one.num_sequences
+            for (draft, limit, verified), (compared, right), group in zip(
+                drafts, verdicts, groups, strict=True
+            ):
+                places = [i * BUCKETS + bisect_right(EDGES, c) for i, c in enumerate(draft[:depth])]
+                # What is not verified is seen too, or a drafter that was bad once would stay so for
+                # good.
+                seen += places
+                judged += places[:compared]
+                accepted += places[:right]
+                # A draft that ends with an unsure token may have had more to say.
+                ends = bool(draft) and draft[-1] < one.unsure_below
+                asked = min(limit, min(len(draft), depth) + 1 - ends)
+                reached.append((min(limit, verified + 1), verified, asked))
+                if group is not None and compared:
+                    self._learn_group(group, places[:compared], len(places[:right]))
+        self._fade(float(np.exp(-len(judged) / self._prior.memory)))
+        for counts, places in zip(self._tokens, (judged, accepted, seen), strict=True):
             counts += np.bincount(places, minlength=counts.size).reshape(counts.shape)
-        reached = np.array((requested, verified, asked))
-        self._drafts += (np.arange(depth) < reached[:, :, None]).sum(1)
+        self._drafts += (np.arange(depth) < np.array(reached)[:, :, None]).sum(0)
+        self._num_counted = float(self._judged.sum())
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
+        self._count()
+        self._fade(factor)
+
+    def _fade(self, factor: float) -> None:
         self._tokens *= factor
         self._drafts *= factor
-        self._fitted_rates = None
+        self._fitted_rates = self._rates_by_depth = None
 
     def expect(self, rates: Sequence[float]) -> None:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
         last of them tokens are accepted as often as there. Which confidences are better than others
         is taken to be as it was."""
+        self._count()
         depths = np.minimum(np.arange(len(self._judged)), len(rates) - 1)
         shares = self._shares()
         expected = _with_means(self._rates, shares, np.array(rates, np.float64)[depths])
@@ -157,7 +193,7 @@ class Acceptance:
         self._accepted[:] = self._judged * expected
         self._requested[:] = self._verified[:] = self._prior.expected
         self._groups.clear()
-        self._fitted_rates = None
+        self._fitted_rates = self._rates_by_depth = None
 
     @property
     def _rates(self) -> Array:
@@ -172,7 +208,7 @@ class Acceptance:
         judged, accepted = np.cumsum(self._tokens[:2, ::-1], 1)[:, ::-1]
         weights = judged + deeper_lean
         counted, leaning = accepted / weights, deeper_lean / weights
-        wider, by_depth = self.overall * np.array(UNCOUNTED), np.empty_like(judged)
+        wider, by_depth = self._overall * np.array(UNCOUNTED), np.empty_like(judged)
         for depth in range(len(judged)):
             wider = by_depth[depth] = counted[depth] + leaning[depth] * wider
         return (self._accepted + lean * by_depth) / (self._judged + lean)
@@ -186,38 +222,22 @@ class Acceptance:
             before = shares[depth] = (seen + lean * before) / (seen.sum() + lean)
         return shares
 
-    def _padded(self, confidences: Sequence[Sequence[float]]) -> tuple[Array, NDArray[np.int64]]:
-        depth = len(self._judged)
-        padded = np.zeros((len(confidences), depth))
-        for row, draft in zip(padded, confidences, strict=True):
-            row[: len(draft)] = draft[:depth]
-        return padded, np.array([len(draft) for draft in confidences], np.int64)
-
-    def _factors(self, num_sequences: int, groups: Sequence[Hashable]) -> Array:
-        """(B, 1)"""
+    def _factors(self, num_sequences: int, groups: Sequence[Hashable]) -> list[float]:
+        """Of each sequence."""
         if not groups:
-            return np.ones((num_sequences, 1))
+            return [1.0] * num_sequences
         lean = self._prior.leaning
         counts = [self._groups.get(group, (0.0, 0.0)) for group in groups]
-        return np.array([[(accepted + lean) / (expected + lean)] for expected, accepted in counts])
+        return [(accepted + lean) / (expected + lean) for expected, accepted in counts]
 
-    def _learn_groups(
-        self,
-        groups: Sequence[Hashable],
-        judged: Sequence[Sequence[int]],
-        accepted: Sequence[Sequence[int]],
-    ) -> None:
-        """judged, accepted: places in the flat (D, C), of each draft."""
-        rates = self._rates
-        fade = 1.0 - 1.0 / (self._prior.leaning * 8)
-        for row, group in enumerate(groups):
-            if group is None or not judged[row]:
-                continue
-            expected = sum(rates.item(at) for at in judged[row])
-            num_expected, num_accepted = self._groups.pop(group, (0.0, 0.0))
-            num_accepted = fade * num_accepted + len(accepted[row])
-            self._groups[group] = (fade * num_expected + expected, num_accepted)
-        while len(self._groups) > self._prior.num_groups:
+    def _learn_group(self, group: Hashable, judged: Sequence[int], num_accepted: int) -> None:
+        """judged: places in the flat (D, C), of one draft."""
+        fade, rates = 1.0 - 1.0 / (self._prior.leaning * 8), self._rates
+        expected = sum(rates.item(at) for at in judged)
+        before_expected, before_accepted = self._groups.pop(group, (0.0, 0.0))
+        expected += fade * before_expected
+        self._groups[group] = (expected, fade * before_accepted + num_accepted)
+        if len(self._groups) > self._prior.num_groups:
             self._groups.popitem(last=False)
 
 
@@ -232,7 +252,3 @@ def _with_means(rates: Array, shares: Array, means: Array) -> Array:
         is_low = (shares / (1.0 + np.exp(-logits - middle[:, None]))).sum(1) < means
         low, high = np.where(is_low, middle, low), np.where(is_low, high, middle)
     return 1.0 / (1.0 + np.exp(-logits - low[:, None]))
-
-
-def _buckets(confidences: Array) -> NDArray[np.int64]:
-    return np.searchsorted(EDGES, confidences, side="right")

@@ -27,7 +27,7 @@ from tinkercloud.speculative.draft_length.rounds import Kind, Load, Reason, Roun
 FIRST_COMPARISON = 4
 # Times as many where drafts cost nothing: only their rows may be dearer than they seem. Where they
 # are expected to gain little, a plain round costs little, and tells whether they gain at all.
-FREE_PATIENCE, FREE_GAIN = 16, 2.0
+FREE_PATIENCE, FREE_GAIN = 32, 2.0
 # Share of a plain round below which the first draft's time ends the warm-up: what a step costs is
 # not known yet, so less than what is taken to cost nothing later.
 NEGLIGIBLE = 0.01
@@ -140,11 +140,12 @@ class DraftLengthController(DraftLength):
         """The drafter's times are not known yet, and the first of them was neither too slow nor
         negligible."""
         num_seen = self._estimates.drafting.num_rounds
+        if num_seen >= len(self._settings.warm_up):
+            return False
         if num_seen and self._planner.longest_share <= NEGLIGIBLE:
             return False
         too_slow = self._planner.drafting_ms(1, 1) > self._planner.plain_ms()
-        is_new = num_seen < len(self._settings.warm_up)
-        return is_new and not too_slow and self._planner.rows_left > 0
+        return not too_slow and self._planner.rows_left > 0
 
     @property
     def _margin(self) -> float:

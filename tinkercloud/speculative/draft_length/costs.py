@@ -160,7 +160,8 @@ class CostTable:
         self._shape, self._visits = ([0.0] * num, [0.0] * num), ([0.0] * num, [0.0] * num)
         self._num_crossed = 0
         self._last: tuple[int, float, float] | None = None
-        self._fit()
+        self._curves = [self._fitted(kind) for kind in (PLAIN, VERIFY)]
+        self._verify_curve = np.array(self._curves[VERIFY])
 
     def _compare(self, before: tuple[int, float, float], now: tuple[int, float, float]) -> None:
         """Both places move, each by its own step, until the ratio is the one that was seen."""
@@ -174,7 +175,9 @@ class CostTable:
             moved = sign * error * max(LEAST_STEP, 1.0 / (TRUST + seen))
             shape[:] = [s + moved * n for s, n in zip(shape, near, strict=True)]
             visits[:] = [v + n for v, n in zip(visits, near, strict=True)]
-        self._fit()
+        for kind in {before[0], now[0]}:
+            self._curves[kind] = self._fitted(kind)
+        self._verify_curve = np.array(self._curves[VERIFY])
 
     def _level(self, error: float) -> None:
         """A plain and a verifying round: most of the error is common to all rows, so that few
@@ -183,13 +186,9 @@ class CostTable:
         self._shape[VERIFY][:] = [shape + step * error for shape in self._shape[VERIFY]]
         self._num_crossed += 1
 
-    def _fit(self) -> None:
-        start = self._start
-        self._curves = [
-            isotonic([ms * exp(moved) for ms, moved in zip(base, shape, strict=True)])
-            for base, shape in zip((start.plain_ms, start.verify_ms), self._shape, strict=True)
-        ]
-        self._verify_curve = np.array(self._curves[VERIFY])
+    def _fitted(self, kind: int) -> list[float]:
+        base = self._start.verify_ms if kind == VERIFY else self._start.plain_ms
+        return isotonic([ms * exp(by) for ms, by in zip(base, self._shape[kind], strict=True)])
 
     def _ms_of(self, kind: int, rows: int, sequences: int, context: float) -> float:
         without_attention = interpolated_at(self._start.rows, self._curves[kind], rows)

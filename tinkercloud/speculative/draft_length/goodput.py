@@ -8,7 +8,7 @@ beyond a step there may be room.
 Axes: B sequences, D depths, N = B * D drafted tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,10 +45,10 @@ class Limit:
 
 
 def allocate(
-    survival: Array, rows: Array | None, cost: Cost, plain_ms: float, limit: Limit | None = None
+    survival: Array, rows: Array, cost: Cost, plain_ms: float, limit: Limit | None = None
 ) -> Allocation:
     """survival (B, D), never rising along D; 0: no such token. rows (B, D): what each is expected
-    to take of a forward; None: 1, it is drafted already. plain_ms: of a round without drafts."""
+    to take of a forward. plain_ms: of a round without drafts."""
     limit = limit or Limit()
     order = _order(survival)
     goodput = _goodput(survival, rows, order, cost, limit.rows)
@@ -65,6 +65,39 @@ def allocate(
     return Allocation(_counts(order[:most], survival.shape), best, plain)
 
 
+def choose(
+    survivals: Sequence[Sequence[float]],
+    times_plain: Sequence[float],
+    plain_ms: float,
+    limit: Limit | None = None,
+) -> Allocation:
+    """`allocate` of drafts that have come, which is done in every round: on lists, since few tokens
+    take less time so. survivals: of each draft's tokens. times_plain: how long a round with so many
+    drafted rows takes, in plain rounds, from 0 on; beyond its end none is verified."""
+    limit, many = limit or Limit(), len(survivals)
+    tokens = [(s, i) for i, draft in enumerate(survivals) for s in draft if s > 0.0]
+    order = sorted(tokens, key=lambda token: -token[0])
+    within = min(limit.rows, len(times_plain) - 1.0)
+    gained, most, best = 0.0, 0, 1.0
+    for num, (survival, _) in enumerate(order, 1):
+        gained += survival
+        times = (many + gained) / (many * times_plain[num]) if num <= within else 0.0
+        if times > best:
+            most, best = num, times
+    if most and limit.urgency is not None:
+        weights = limit.urgency.tolist()
+        urgent = sorted(tokens, key=lambda token: -token[0] * weights[token[1]])
+        gained = sum(survival for survival, _ in urgent[:most])
+        times = (many + gained) / (many * times_plain[most])
+        if times >= max(1.0, (1.0 - limit.sacrifice) * best):
+            order, best = urgent, times
+    counts = [0] * many
+    for _, i in order[:most]:
+        counts[i] += 1
+    plain = many / plain_ms
+    return Allocation(tuple(counts), best * plain, plain)
+
+
 def _order(weights: Array) -> NDArray[np.int64]:
     """Indices into the flat (B, D), heaviest first, without those of no weight; of equals the
     shallower one."""
@@ -73,11 +106,11 @@ def _order(weights: Array) -> NDArray[np.int64]:
 
 
 def _goodput(
-    survival: Array, rows: Array | None, order: NDArray[np.int64], cost: Cost, most_rows: float
+    survival: Array, rows: Array, order: NDArray[np.int64], cost: Cost, most_rows: float
 ) -> Array:
     """Of the first n of the order, for every n that keeps within the rows."""
     tokens = np.arange(len(order) + 1, dtype=np.float64)
-    taken = tokens if rows is None else _sums(rows, order)
+    taken = _sums(rows, order)
     inside = int(np.searchsorted(taken, most_rows, side="right"))
     gains = _sums(survival, order)[:inside]
     return (len(survival) + gains) / cost(taken[:inside], tokens[:inside])

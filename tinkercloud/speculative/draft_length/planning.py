@@ -12,15 +12,16 @@ from numpy.typing import NDArray
 from tinkercloud.speculative.draft_length.acceptance import Acceptance
 from tinkercloud.speculative.draft_length.costs import CostTable
 from tinkercloud.speculative.draft_length.draft_costs import DraftCosts
-from tinkercloud.speculative.draft_length.goodput import Allocation, Limit, allocate
+from tinkercloud.speculative.draft_length.goodput import Allocation, Limit, allocate, choose
 from tinkercloud.speculative.draft_length.rounds import Load, Reason
 
 Array = NDArray[np.float64]
 BEST_RATE = 0.9  # of drafted tokens accepted, that one may hope for
-# A plan serves so many rounds after its first, and one more for each so many sequences, since
-# making it takes time in proportion to them. Where nothing is drafted nothing is learned: a plan
-# then serves for IDLE_ROUNDS.
-PLAN_ROUNDS, SEQUENCES_OF_ROUND, IDLE_ROUNDS = 3, 16, 16
+# A plan serves so many rounds after its first, more where drafts cost nothing and are asked for
+# whatever it says, and one more for each so many sequences, since making it takes time in
+# proportion to them. Where nothing is drafted nothing is learned: a plan then serves for
+# IDLE_ROUNDS.
+PLAN_ROUNDS, FREE_PLAN_ROUNDS, SEQUENCES_OF_ROUND, IDLE_ROUNDS = 3, 7, 16, 16
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Planner:
         # Of these sequences, until others come:
         self._plain_ms: float | None = None
         self._longest_share: float | None = None
+        self._times_plain: list[float] | None = None
 
     def set_loads(self, loads: Sequence[Load]) -> None:
         """The sequences of the next round, one at least."""
@@ -67,8 +69,9 @@ class Planner:
         self._plain_ms = self._longest_share = None
         self._rounds_left -= 1
         if changed or self._rounds_left < 0:
-            self._plan = self._reason = None
-            self._rounds_left = PLAN_ROUNDS + len(loads) // SEQUENCES_OF_ROUND
+            self._plan = self._reason = self._times_plain = None
+            rounds = FREE_PLAN_ROUNDS if self.is_free else PLAN_ROUNDS
+            self._rounds_left = rounds + len(loads) // SEQUENCES_OF_ROUND
             self._idle_rounds_left = IDLE_ROUNDS
 
     def keep_plan(self) -> None:
@@ -150,11 +153,17 @@ class Planner:
         self, confidences: Sequence[Sequence[float]], lengths: Sequence[int]
     ) -> Allocation:
         """Which drafted tokens to verify, of each draft the first `lengths` at most."""
-        survival = self._estimates.acceptance.survivals(confidences, self._groups())
-        survival[np.arange(survival.shape[1]) >= np.array(lengths)[:, None]] = 0.0
-        return allocate(
-            survival, None, lambda taken, _: self.target_ms(taken), self.plain_ms(), self._limit()
-        )
+        drafts = [draft[:length] for draft, length in zip(confidences, lengths, strict=True)]
+        survivals = self._estimates.acceptance.survivals(drafts, self._groups())
+        return choose(survivals, self._in_plain_rounds(), self.plain_ms(), self._limit())
+
+    def _in_plain_rounds(self) -> list[float]:
+        """How long a round with 0, 1, 2, ... drafted rows takes, as long as the plan serves."""
+        if self._times_plain is None:
+            most = min(self.rows_left, len(self._loads) * self._settings.max_tokens)
+            times: list[float] = (self.target_ms(np.arange(most + 1.0)) / self.plain_ms()).tolist()
+            self._times_plain = times
+        return self._times_plain
 
     # ---- the sequences as they are
 

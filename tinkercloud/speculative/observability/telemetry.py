@@ -33,10 +33,14 @@ class RoundReport:
 
 @dataclass(slots=True)
 class DrafterRecord:
-    """depths: counts of drafted tokens by depth. expected: of the `audited` ones, how many should
-    have been accepted; `stood`: how many were. acceptance: running mean over judged tokens."""
+    """proposed, verified, accepted: how many drafts had so many tokens of the kind. audits: by
+    depth, of the tokens whose chance is known; expected: how many should have been accepted,
+    `stood`: how many were. acceptance: running mean over judged tokens."""
 
-    depths: list[dict[str, float]] = field(default_factory=list)
+    proposed: Counter[int] = field(default_factory=Counter[int])
+    verified: Counter[int] = field(default_factory=Counter[int])
+    accepted: Counter[int] = field(default_factory=Counter[int])
+    audits: list[dict[str, float]] = field(default_factory=list)
     calibration: Calibration = field(default_factory=Calibration)
     acceptance: float | None = None
     version_lag: int = 0
@@ -47,42 +51,53 @@ class DrafterRecord:
         drafted = report.round
         chances = report.chances or ((),) * drafted.num_sequences
         for i, num_judged in enumerate(drafted.num_judged):
-            for depth in range(len(drafted.confidences[i])):
-                counts = self._at(depth)
-                counts["proposed"] += 1
-                counts["verified"] += depth < drafted.verified[i]
-                if depth < num_judged:
-                    self._judge(counts, accepted=depth < drafted.accepted[i])
+            accepted = drafted.accepted[i]
+            self.proposed[len(drafted.confidences[i])] += 1
+            self.verified[drafted.verified[i]] += 1
+            self.accepted[accepted] += 1
+            for depth in range(num_judged):
+                self._judge(accepted=depth < accepted)
             for depth, chance in enumerate(chances[i][:num_judged]):
                 if not isnan(chance):
-                    self._audit(self._at(depth), chance, accepted=depth < drafted.accepted[i])
+                    self._audit(depth, chance, accepted=depth < accepted)
 
-    def _at(self, depth: int) -> dict[str, float]:
-        while len(self.depths) <= depth:
-            names = ("proposed", "verified", "accepted", "audited", "expected", "stood")
-            self.depths.append({**dict.fromkeys(names, 0), "expected": 0.0})
-        return self.depths[depth]
-
-    def _judge(self, counts: dict[str, float], *, accepted: bool) -> None:
-        counts["accepted"] += accepted
+    def _judge(self, *, accepted: bool) -> None:
         mean = self.acceptance if self.acceptance is not None else float(accepted)
         self.acceptance = TOKEN_MEMORY * mean + (1.0 - TOKEN_MEMORY) * accepted
 
-    def _audit(self, counts: dict[str, float], chance: float, *, accepted: bool) -> None:
+    def _audit(self, depth: int, chance: float, *, accepted: bool) -> None:
+        while len(self.audits) <= depth:
+            self.audits.append({"audited": 0, "expected": 0.0, "stood": 0})
+        counts = self.audits[depth]
         counts["audited"] += 1
         counts["expected"] += chance
         counts["stood"] += accepted
         self.calibration.add(accepted, chance)
 
+    def _depths(self) -> list[Json]:
+        """Counts of drafted tokens, by depth."""
+        kinds = {"proposed": self.proposed, "verified": self.verified, "accepted": self.accepted}
+        empty = {"audited": 0, "expected": 0.0, "stood": 0}
+        deepest = max(len(self.audits), max(self.proposed, default=0))
+        return [
+            {name: _longer(sizes, depth) for name, sizes in kinds.items()}
+            | (self.audits[depth] if depth < len(self.audits) else empty)
+            for depth in range(deepest)
+        ]
+
     def snapshot(self) -> Json:
         return {
-            "depths": [dict(counts) for counts in self.depths],
+            "depths": self._depths(),
             "acceptance": self.acceptance,
             "version_lag": self.version_lag,
             "calibration_z": self.calibration.z,
             "calibration_tokens": self.calibration.num_tokens,
             "alarmed": self.alarmed,
         }
+
+
+def _longer(sizes: Counter[int], than: int) -> int:
+    return sum(n for size, n in sizes.items() if size > than)
 
 
 @dataclass(slots=True)

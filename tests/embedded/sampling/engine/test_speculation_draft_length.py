@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.embedded.speculative_engine import Drafting, named
+from tests.embedded.speculative_engine import Drafting, Watched, knowing, named
 from tests.embedded.tiny import Sampler, ask, random_prompt, same
 from tinkercloud.core.types import SampleOutput
 from tinkercloud.embedded.forward import runners
@@ -18,6 +18,7 @@ from tinkercloud.embedded.sampling.speculation import Speculation
 from tinkercloud.speculative.draft_length.controller import DraftLengthController
 from tinkercloud.speculative.draft_length.costs import CostTable, MeasuredCosts
 from tinkercloud.speculative.draft_length.planning import Estimates
+from tinkercloud.speculative.draft_length.rounds import Round
 from tinkercloud.speculative.drafters.guarded_drafter import GuardedDrafter
 
 pytestmark = pytest.mark.skipif(runners.library() is None, reason="there is no C compiler here")
@@ -86,6 +87,41 @@ def test_rounds_without_a_decision_are_told_with_their_time(store: ModelStore, b
     assert len(rounds) + len(skipped_ms) == 29  # the first token is the prompt's
     assert len(skipped_ms) > len(rounds) > 0
     assert min(skipped_ms) > 0
+
+
+class EverySecond(Watched):
+    """Finds every second draft worth its rows; remembers which of the rounds were decided."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.log = ""
+
+    def choose(self, confidences: Sequence[Sequence[float]]) -> list[int]:
+        verified = len(self.rounds) % 2 == 1
+        return [len(draft) if verified else 0 for draft in confidences]
+
+    def skipped(self, ms: float) -> None:
+        self.log += "."
+
+    def observe(self, last_round: Round) -> None:
+        super().observe(last_round)
+        self.log += "V" if last_round.num_verified else "-"
+
+
+@pytest.mark.parametrize(("err_every", "log"), [(1, "-.V-..V-...V-...."), (0, "-.V-.V-.V-.V")])
+def test_decisions_become_rare_until_a_drafted_token_is_accepted(
+    store: ModelStore, base: str, err_every: int, log: str
+) -> None:
+    requests = {"0": (base, ask(random_prompt(9, 1), max_tokens=40, seed=1, use_eos=False))}
+    known = {"0": Sampler(store).one(base, requests["0"][1])}
+    policy = EverySecond()
+
+    def make(model: BaseModel, runner: Runner, pool: BlockPool) -> Speculation:
+        oracle = knowing(known, requests, err_every)
+        return Speculation(GuardedDrafter(oracle, model.config.vocab_size), policy)
+
+    same(Sampler(store, speculate=make).one(base, requests["0"][1]), known["0"])
+    assert policy.log.startswith(log)
 
 
 def test_nothing_is_drafted_for_many_samples_where_each_row_costs_its_full_price(
