@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -243,6 +244,32 @@ def test_accumulated_batches_step_as_their_mean_does(trained_head):
         ends.append(trainer.params)
     for name in ends[0]:
         torch.testing.assert_close(ends[0][name], ends[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_training_in_parts_is_the_training(trained_head, tmp_path):
+    policy, _ = trained_head
+    found = []
+    for in_parts in (False, True):
+        trainer = trainer_of(policy.weights)
+        plan = Plan(num_steps=5, peak_rate=RATE, accumulate=2)
+        driver = driver_of(trainer, filled(policy, batch_size=4), tmp_path, plan=plan)
+        trainer.loss = loss = Mock(wraps=trainer.loss)
+        trainer.evaluate = evaluate = Mock(wraps=trainer.evaluate)
+        result, num_calls = None, list[int]()
+        while result is None:
+            before = loss.call_count + evaluate.call_count
+            result = driver.work("now", in_parts=in_parts)
+            num_calls.append(loss.call_count + evaluate.call_count - before)
+        found.append(result)
+        if in_parts:
+            assert max(num_calls) == 1 and len(num_calls) > 5 * 2 * 4  # 4 sequences a batch
+        else:
+            assert len(num_calls) == 1
+    whole, parts = found
+    assert parts.promoted == whole.promoted and len(parts.losses) == 5
+    assert parts.losses == pytest.approx(whole.losses, rel=1e-3)
+    assert parts.after.mean == pytest.approx(whole.after.mean, rel=1e-2)
+    assert parts.before.mean == whole.before.mean
 
 
 def test_samples_wait_for_a_training_only_where_quiet_time_had_none(trained_head, tmp_path):

@@ -15,6 +15,7 @@ from tests.embedded.draft_training.toy_policy import (
     filled,
     fitted,
     same_bits,
+    same_gradients,
     tiny_version,
     trainer_of,
 )
@@ -149,6 +150,19 @@ def test_a_batch_is_the_sum_of_its_sequences(trained_head):
     together = trainer.evaluate(sequences)
     apart = joined([trainer.evaluate([s]) for s in sequences])
     assert np.allclose(together.per_row, apart.per_row, atol=1e-5)
+
+
+def test_the_parts_of_a_batch_have_its_gradient(trained_head):
+    policy, trainer = trained_head
+    sequences = [policy.sequence(1), policy.sequence(2, temperature=0.7), policy.sequence(3)]
+    sequences[1] = sequences[1].window(0, 9)
+    sequences[2].weights[:15] = 0.0  # a prompt, the others have another one
+    parts = trainer.parts(sequences)
+    assert [len(part) for part, _ in parts] == [1, 1, 1]
+    same_gradients(trainer, sequences, parts)
+    sequences[2].weights[:] = 0.0
+    assert len(trainer.parts(sequences)) == 2
+    same_gradients(trainer, sequences, trainer.parts(sequences))
 
 
 # ---- the policy stays as it is

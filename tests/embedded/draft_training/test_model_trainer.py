@@ -10,6 +10,7 @@ from tests.embedded.draft_training.toy_policy import (
     ROOM_BYTES,
     endless,
     same_bits,
+    same_gradients,
     tiny_version,
 )
 from tests.embedded.tiny import random_prompt
@@ -60,6 +61,19 @@ def small_model(folder_of_tiny) -> tuple[Version, CaseStore]:
     for tokens, case in examples_of(Version("target", version.base, moved, None, 1.0), 160):
         store.add(tokens, case)
     return version, store
+
+
+def test_the_parts_of_a_batch_have_its_gradient(small_model):
+    version, store = small_model
+    trainer = DraftModelTrainer(version.base, LoraSpec(4, 0), ModelObjective())
+    with torch.no_grad():  # else half of the gradients are 0
+        for tensor in trainer.params.values():
+            tensor += 0.05 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
+    batch = CaseDataset(store, Mix(batch_size=16)).batch(0)
+    assert len({example.case.agreed for example in batch}) == 2
+    parts = trainer.parts(batch)
+    assert len(parts) > 2 and sum(len(part) for part, _ in parts) == len(batch)
+    same_gradients(trainer, batch, parts)
 
 
 def test_a_draft_model_learns_from_its_disagreements(small_model, tmp_path):

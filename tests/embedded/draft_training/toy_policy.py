@@ -1,9 +1,12 @@
 """A policy whose hidden state after a token follows from that token alone, so that what a head has
 to learn, and a planted shift of it, are known."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +15,7 @@ from tests.speculative.head.head_scene import D, V, target_config, target_weight
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded.draft_training.capture import CapturedSequence, SequenceMetadata
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.driver import Fit, Plan, assign
+from tinkercloud.embedded.draft_training.driver import Fit, Plan, Trainer, assign, gradients
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params
@@ -83,6 +86,17 @@ def filled(policy: ToyPolicy, count: int = 48, **mix: object) -> SequenceDataset
 
 def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def same_gradients(trainer: Trainer[Any], batch: Any, parts: Sequence[tuple[Any, float]]) -> None:
+    loss, expected = gradients(trainer, batch)
+    found = [gradients(trainer, part) for part, _ in parts]
+    shares = [share for _, share in parts]
+    assert sum(shares) == pytest.approx(1.0)
+    assert sum(s * of for s, (of, _) in zip(shares, found, strict=True)) == pytest.approx(loss)
+    for name, gradient in expected.items():
+        total = sum(s * of[name] for s, (_, of) in zip(shares, found, strict=True))
+        torch.testing.assert_close(total, gradient, rtol=1e-4, atol=1e-6)
 
 
 def copy_of(trainer: HeadTrainer, policy: ToyPolicy) -> HeadTrainer:

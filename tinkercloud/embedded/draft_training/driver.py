@@ -25,7 +25,7 @@ from tinkercloud.speculative.learning.schedule import TimeBudget, Trigger, Trigg
 
 NEW_RATE = 3.0  # times the rate of a draft that has learned already
 Batch = TypeVar("Batch")
-BatchIn = TypeVar("BatchIn", contravariant=True)
+BatchIn = TypeVar("BatchIn")
 BatchOut = TypeVar("BatchOut", covariant=True)
 
 
@@ -54,6 +54,11 @@ class Trainer(Protocol[BatchIn]):
 
     def loss(self, batch: BatchIn) -> Tensor:
         """One number, differentiable in `params` and in nothing else."""
+        ...
+
+    def parts(self, batch: BatchIn) -> "Sequence[tuple[BatchIn, float]]":
+        """A batch in small pieces, each with its share: the sum of their losses times these is
+        `loss(batch)`."""
         ...
 
     def evaluate(self, batch: BatchIn) -> Evaluation:
@@ -167,6 +172,7 @@ class TrainingDriver(Generic[Batch]):
         self._trainer, self._dataset, self._folder = trainer, dataset, folder
         self._settings = settings
         self._fit: Fit[Batch] | None = None
+        self._trial: Trial[Batch] | None = None  # once that is done
         self._step = 0
         self.budget = budget
         self.trigger = Trigger(settings.trigger)
@@ -216,38 +222,52 @@ class TrainingDriver(Generic[Batch]):
         return self._fit.losses if self._fit is not None else ()
 
     def work(
-        self, reason: str | None = None, max_steps: int | None = None, *, quiet: bool = False
+        self, reason: str | None = None, *, in_parts: bool = False, quiet: bool = False
     ) -> TrainingResult | None:
-        """Train within the budget, or for so many steps; the result once a training is done.
-        `reason`: train whether or not it is due. quiet: whatever the budget has left. Raises
-        UserError when a training breaks off."""
+        """Train within the budget; the result once a training is done. in_parts: only a small part
+        of it, as somebody may want to be served next. `reason`: train whether or not it is due.
+        quiet: whatever the budget has left. Raises UserError when a training breaks off."""
         if self._fit is None:
             self._begin(reason or self.trigger.due(self._step), quiet=quiet)
         if self._fit is None:
             return None
         try:
-            self._fit.advance(self.budget, max_steps, quiet=quiet)
+            if not self._fit.done:
+                self._fit.advance(self.budget, in_parts=in_parts, quiet=quiet)
+                if in_parts or not self._fit.done:
+                    return None
         except UserError:  # a gradient that is not finite: the served draft stays as it is
             self._fit = None
             self.trigger.updated(self._step, better=False)
             raise
-        return self.finish(quiet=quiet) if self._fit.done else None
+        return self._judge(self._fit, in_parts=in_parts, quiet=quiet)
 
-    def finish(self, *, quiet: bool = False) -> TrainingResult | None:
+    def finish(self) -> TrainingResult | None:
         """Ends the training underway with the steps made so far; None where there is none."""
-        if self._fit is None:
-            return None
-        fit, self._fit = self._fit, None
-        trained = copied(self._trainer.params)
-        # Both now, not `before` at the beginning: the policy may have moved in between.
-        with self.budget.spending(quiet=quiet):
-            after, before = self._evaluated(trained), self._evaluated(self.served)
-        gate = self._settings.gate
+        return self._judge(self._fit) if self._fit is not None else None
+
+    def _judge(
+        self, fit: "Fit[Batch]", *, in_parts: bool = False, quiet: bool = False
+    ) -> TrainingResult | None:
+        """Whether what was trained is used; None until that is known."""
+        if self._trial is None:
+            held_out = tuple(self._dataset.held_out())
+            self._trial = Trial(self._trainer, copied(self._trainer.params), self.served, held_out)
+        trial = self._trial
+        if not trial.done:
+            with self.budget.spending(quiet=quiet):
+                trial.advance()
+                while not (trial.done or in_parts):
+                    trial.advance()
+            if in_parts:
+                return None
+        self._fit = self._trial = None
+        before, after, gate = joined(trial.before), joined(trial.after), self._settings.gate
         promoted = gate is None or gate.opens(before, after)
         result = TrainingResult(fit.reason, before, after, promoted, tuple(fit.losses))
-        version = self._write(trained, {**self._settings.notes, **result.as_json()})
+        version = self._write(trial.trained, {**self._settings.notes, **result.as_json()})
         if promoted:
-            self.served = trained
+            self.served = trial.trained
             self._folder.use("best", version)
         self.trigger.updated(self._step, better=promoted)
         return replace(result, version=version)
@@ -257,7 +277,7 @@ class TrainingDriver(Generic[Batch]):
         version = self._folder.resolve(name)
         self.served = self._trainer.read(self._folder.path(version))
         self._folder.use("best", version)
-        self._fit = None  # it began from another draft
+        self._fit = self._trial = None  # it began from another draft
         return version
 
     def publish(self, notes: Mapping[str, Any]) -> str:
@@ -274,17 +294,13 @@ class TrainingDriver(Generic[Batch]):
         assign(self._trainer, self.served)
         self._fit = Fit(self._trainer, self._dataset.batch, self._settings.plan, reason)
 
-    def _evaluated(self, params: Mapping[str, Tensor]) -> Evaluation:
-        assign(self._trainer, params)
-        return joined([self._trainer.evaluate(batch) for batch in self._dataset.held_out()])
-
     def _write(self, params: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
         return self._folder.publish(lambda path: self._trainer.write(params, path), notes)
 
 
 @dataclass(slots=True)
 class Fit(Generic[Batch]):
-    """The optimizer steps of one training, in pieces. next_batch: the batch of that number."""
+    """The optimizer steps of one training. next_batch: the batch of that number."""
 
     trainer: Trainer[Batch]
     next_batch: Callable[[int], Batch]
@@ -292,6 +308,10 @@ class Fit(Generic[Batch]):
     reason: str = ""
     losses: list[float] = field(default_factory=list)
     _optimizer: AdamW = field(init=False)
+    _parts: list[tuple[Batch, float]] = field(init=False, default_factory=list)
+    """Of the step underway, those to come, each with its share of the step."""
+    _grads: dict[str, Tensor] = field(init=False, default_factory=dict[str, Tensor])
+    _loss: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._optimizer = AdamW({n: p.detach() for n, p in self.trainer.params.items()})
@@ -300,32 +320,68 @@ class Fit(Generic[Batch]):
     def done(self) -> bool:
         return len(self.losses) >= self.plan.num_steps
 
-    def advance(
-        self, budget: TimeBudget, max_steps: int | None = None, *, quiet: bool = False
-    ) -> None:
-        """Steps until the plan is done, the time is used up, or so many are made."""
-        last = len(self.losses) + (max_steps or self.plan.num_steps)
-        while not self.done and (quiet or budget.left_s > 0) and len(self.losses) < last:
+    def advance(self, budget: TimeBudget, *, in_parts: bool = False, quiet: bool = False) -> None:
+        """Steps until the plan is done or the time is used up. in_parts: one part of one."""
+        while not self.done and (quiet or budget.left_s > 0):
             with budget.spending(quiet=quiet):
-                self.losses.append(self._step(len(self.losses)))
+                if not self._parts:
+                    self._begin_step(in_parts=in_parts)
+                self._advance()
+                while self._parts and not in_parts:
+                    self._advance()
+            if in_parts:
+                return
 
-    def _step(self, number: int) -> float:
-        plan, grads, total = self.plan, dict[str, Tensor](), 0.0
-        for i in range(plan.accumulate):
-            loss, batch_grads = gradients(
-                self.trainer, self.next_batch(number * plan.accumulate + i)
-            )
-            total += loss / plan.accumulate
-            for name, grad in batch_grads.items():
-                share = grad / plan.accumulate
-                grads[name] = grads[name] + share if name in grads else share
+    def _begin_step(self, *, in_parts: bool) -> None:
+        self._grads, self._loss = {}, 0.0
+        first, many = len(self.losses) * self.plan.accumulate, self.plan.accumulate
+        for batch in map(self.next_batch, range(first, first + many)):
+            parts = self.trainer.parts(batch) if in_parts else ((batch, 1.0),)
+            self._parts += [(part, share / many) for part, share in parts]
+
+    def _advance(self) -> None:
+        """A part of a step."""
+        plan = self.plan
+        part, share = self._parts.pop(0)
+        loss, grads = gradients(self.trainer, part)
+        self._loss += share * loss
+        for name, grad in grads.items():
+            before = self._grads.get(name)
+            self._grads[name] = share * grad if before is None else before + share * grad
+        if self._parts:
+            return
         hyper = AdamParams(
-            learning_rate=plan.rate(number),
+            learning_rate=plan.rate(len(self.losses)),
             grad_clip_norm=plan.grad_clip_norm,
             weight_decay=plan.weight_decay,
         )
-        self._optimizer.step(grads, hyper)
-        return total
+        self._optimizer.step(self._grads, hyper)
+        self.losses.append(self._loss)
+
+
+@dataclass(slots=True)
+class Trial(Generic[Batch]):
+    """What was trained beside what is served, on the same rows. Both now, not `served` when the
+    training began: the policy may have moved in between."""
+
+    trainer: Trainer[Batch]
+    trained: Mapping[str, Tensor]
+    served: Mapping[str, Tensor]
+    held_out: Sequence[Batch]
+    after: list[Evaluation] = field(default_factory=list)
+    before: list[Evaluation] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return len(self.before) == len(self.held_out)
+
+    def advance(self) -> None:
+        """One batch, by one of the two."""
+        is_first = len(self.after) < len(self.held_out)
+        found = self.after if is_first else self.before
+        if not found:
+            assign(self.trainer, self.trained if is_first else self.served)
+        found.append(self.trainer.evaluate(self.held_out[len(found)]))
 
 
 def gradients(trainer: Trainer[Batch], batch: Batch) -> tuple[float, dict[str, Tensor]]:

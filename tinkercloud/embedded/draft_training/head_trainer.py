@@ -84,6 +84,23 @@ class HeadTrainer:
             weights.append(padded.weights[step.mask] * self._objective.step_share**number)
         return weighted_mean(torch.cat(losses), torch.cat(weights))
 
+    def parts(
+        self, batch: Sequence[CapturedSequence]
+    ) -> Sequence[tuple[Sequence[CapturedSequence], float]]:
+        """Sequence by sequence."""
+        weights = [self._weight(sequence) for sequence in batch]
+        total = sum(weights)
+        if not total:
+            return [(batch, 1.0)]
+        pairs = zip(batch, weights, strict=True)
+        return [([sequence], weight / total) for sequence, weight in pairs if weight]
+
+    def _weight(self, sequence: CapturedSequence) -> float:
+        """Of all its rows, at all steps."""
+        objective, rows = self._objective, np.maximum(sequence.weights[1:], 0.0)
+        steps = range(objective.num_steps)
+        return sum(objective.step_share**step * float(rows[step:].sum()) for step in steps)
+
     @torch.no_grad()
     def evaluate(self, batch: Sequence[CapturedSequence]) -> Evaluation:
         padded = self._collate(batch)

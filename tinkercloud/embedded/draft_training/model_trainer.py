@@ -69,9 +69,19 @@ class DraftModelTrainer:
         logits = self._logits(batch)
         teacher, temperature = _teacher(batch, logits.device)
         rows = distances(logits, teacher, temperature, MEASURES[self._objective.measure])
-        heavy = self._objective.disagreed_weight
-        weights = torch.tensor([1.0 if example.case.agreed else heavy for example in batch])
+        weights = torch.tensor([self._weight(example) for example in batch])
         return weighted_mean(rows, weights.to(rows.device))
+
+    def parts(self, batch: Sequence[CaseExample]) -> Sequence[tuple[Sequence[CaseExample], float]]:
+        """Context by context, each of which is computed once."""
+        by_context: dict[str, list[CaseExample]] = {}
+        for example in batch:
+            by_context.setdefault(example.case.context, []).append(example)
+        total = sum(map(self._weight, batch))
+        return [(part, sum(map(self._weight, part)) / total) for part in by_context.values()]
+
+    def _weight(self, example: CaseExample) -> float:
+        return 1.0 if example.case.agreed else self._objective.disagreed_weight
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[CaseExample]) -> Evaluation:

@@ -257,7 +257,7 @@ class OnlineTrainer:
 
     @isolates_errors
     def work(self, *, quiet: bool = False) -> None:
-        """One piece of it: a sample that is read, a step of training, or its end."""
+        """One piece of it: a sample that is read, or a small part of a training."""
         assert self._driver is not None
         if quiet and self._waits_for_texts:
             self._read_text()
@@ -265,7 +265,7 @@ class OnlineTrainer:
                 self._driver.trigger.is_asked = False
             return
         try:
-            result = self._driver.work(max_steps=1, quiet=quiet)
+            result = self._driver.work(in_parts=True, quiet=quiet)
         except UserError as error:
             self._num_failed += 1
             logger.warning("training of the draft was given up: %s", error)
