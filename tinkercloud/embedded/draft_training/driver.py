@@ -25,7 +25,6 @@ from tinkercloud.speculative.learning.schedule import TimeBudget, Trigger, Trigg
 
 NEW_RATE = 3.0  # times the rate of a draft that has learned already
 Batch = TypeVar("Batch")
-BatchIn = TypeVar("BatchIn")
 BatchOut = TypeVar("BatchOut", covariant=True)
 
 
@@ -45,23 +44,23 @@ class Evaluation:
         return {"mean": self.mean, "by_depth": list(self.by_depth)}
 
 
-class Trainer(Protocol[BatchIn]):
+class Trainer(Protocol[Batch]):
     """A draft in training. params: its trained tensors by name, float32 leaves, shared with
     nobody."""
 
     @property
     def params(self) -> dict[str, Tensor]: ...
 
-    def loss(self, batch: BatchIn) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """One number, differentiable in `params` and in nothing else."""
         ...
 
-    def parts(self, batch: BatchIn) -> "Sequence[tuple[BatchIn, float]]":
+    def parts(self, batch: Batch) -> Sequence[tuple[Batch, float]]:
         """A batch in small pieces, each with its share: the sum of their losses times these is
         `loss(batch)`."""
         ...
 
-    def evaluate(self, batch: BatchIn) -> Evaluation:
+    def evaluate(self, batch: Batch) -> Evaluation:
         """Rows in the order of the batch, the same ones whatever the parameters are."""
         ...
 
