@@ -66,7 +66,7 @@ class Acceptance:
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._fitted_rates: Array | None = None  # of the counts as they are
         self._rates_by_depth: list[list[float]] | None = None  # the same
-        self._uncounted: list[Round] = []
+        self._uncounted: list[Round] = []  # the newest
         self._num_uncounted = self._num_counted = 0.0  # tokens
 
     @property
@@ -84,7 +84,8 @@ class Acceptance:
     def survivals(
         self, confidences: Sequence[Sequence[float]], groups: Sequence[Hashable] = ()
     ) -> list[list[float]]:
-        """Of each draft's tokens: the chance that this one and all before it are accepted."""
+        """Of each draft's tokens: the chance that this one and all before it are accepted, by what
+        is counted."""
         by_depth = self._rates_by_depth
         if by_depth is None:
             by_depth = self._rates_by_depth = self._rates.tolist()
