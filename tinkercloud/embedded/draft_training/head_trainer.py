@@ -97,7 +97,7 @@ class HeadTrainer:
 
     def _weight(self, sequence: CapturedSequence) -> float:
         """Of all its rows, at all steps."""
-        objective, rows = self._objective, np.maximum(sequence.weights[1:], 0.0)
+        objective, rows = self._objective, sequence.weights[1:]
         steps = range(objective.num_steps)
         return sum(objective.step_share**step * float(rows[step:].sum()) for step in steps)
 

@@ -65,9 +65,8 @@ class Acceptance:
         self._requested, self._verified, self._asked = self._drafts
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._fitted_rates: Array | None = None  # of the counts as they are
-        self._rates_by_depth: list[list[float]] | None = None  # the same
         self._uncounted: list[Round] = []  # the newest
-        self._num_uncounted = self._num_counted = 0.0  # tokens
+        self._num_uncounted = 0  # tokens
 
     @property
     def overall(self) -> float:
@@ -86,9 +85,7 @@ class Acceptance:
     ) -> list[list[float]]:
         """Of each draft's tokens: the chance that this one and all before it are accepted, by what
         is counted."""
-        by_depth = self._rates_by_depth
-        if by_depth is None:
-            by_depth = self._rates_by_depth = self._rates.tolist()
+        by_depth: list[list[float]] = self._rates.tolist()
         survivals = list[list[float]]()
         for draft, factor in zip(confidences, self._factors(len(confidences), groups), strict=True):
             chance, chances = 1.0, list[float]()
@@ -136,14 +133,14 @@ class Acceptance:
     def learn(self, last_round: Round) -> None:
         self._uncounted.append(last_round)
         self._num_uncounted += sum(last_round.num_compared)
-        is_much = self._num_uncounted > UNCOUNTED_SHARE * self._num_counted
+        is_much = self._num_uncounted > UNCOUNTED_SHARE * self._judged.sum()
         if is_much or len(self._uncounted) >= MOST_UNCOUNTED:
             self._count()
 
     def _count(self) -> None:
         if not self._uncounted:
             return
-        rounds, self._uncounted, self._num_uncounted = self._uncounted, [], 0.0
+        rounds, self._uncounted, self._num_uncounted = self._uncounted, [], 0
         depth = self._drafts.shape[1]
         judged, accepted, seen = [], [], list[int]()  # places in the flat (D, C)
         reached = list[tuple[int, int, int]]()  # of each draft: requested, verified, asked
@@ -170,7 +167,6 @@ class Acceptance:
         for counts, places in zip(self._tokens, (judged, accepted, seen), strict=True):
             counts += np.bincount(places, minlength=counts.size).reshape(counts.shape)
         self._drafts += (np.arange(depth) < np.array(reached)[:, :, None]).sum(0)
-        self._num_counted = float(self._judged.sum())
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
@@ -180,7 +176,7 @@ class Acceptance:
     def _fade(self, factor: float) -> None:
         self._tokens *= factor
         self._drafts *= factor
-        self._fitted_rates = self._rates_by_depth = None
+        self._fitted_rates = None
 
     def expect(self, rates: Sequence[float]) -> None:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
@@ -194,7 +190,7 @@ class Acceptance:
         self._accepted[:] = self._judged * expected
         self._requested[:] = self._verified[:] = self._prior.expected
         self._groups.clear()
-        self._fitted_rates = self._rates_by_depth = None
+        self._fitted_rates = None
 
     @property
     def _rates(self) -> Array:

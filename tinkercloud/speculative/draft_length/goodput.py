@@ -77,11 +77,11 @@ def choose(
     limit, many = limit or Limit(), len(survivals)
     tokens = [(s, i) for i, draft in enumerate(survivals) for s in draft if s > 0.0]
     order = sorted(tokens, key=lambda token: -token[0])
-    within = min(limit.rows, len(times_plain) - 1.0)
+    within = int(min(limit.rows, len(times_plain) - 1))
     gained, most, best = 0.0, 0, 1.0
-    for num, (survival, _) in enumerate(order, 1):
+    for num, (survival, _) in enumerate(order[:within], 1):
         gained += survival
-        times = (many + gained) / (many * times_plain[num]) if num <= within else 0.0
+        times = (many + gained) / (many * times_plain[num])
         if times > best:
             most, best = num, times
     if most and limit.urgency is not None:

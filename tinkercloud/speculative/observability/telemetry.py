@@ -31,6 +31,10 @@ class RoundReport:
     version_lag: int = 0
 
 
+def _unaudited() -> dict[str, float]:
+    return {"audited": 0, "expected": 0.0, "stood": 0}
+
+
 @dataclass(slots=True)
 class DrafterRecord:
     """proposed, verified, accepted: how many drafts had so many tokens of the kind. audits: by
@@ -40,7 +44,9 @@ class DrafterRecord:
     proposed: Counter[int] = field(default_factory=Counter[int])
     verified: Counter[int] = field(default_factory=Counter[int])
     accepted: Counter[int] = field(default_factory=Counter[int])
-    audits: list[dict[str, float]] = field(default_factory=list)
+    audits: defaultdict[int, dict[str, float]] = field(
+        default_factory=lambda: defaultdict(_unaudited)
+    )
     calibration: Calibration = field(default_factory=Calibration)
     acceptance: float | None = None
     version_lag: int = 0
@@ -66,8 +72,6 @@ class DrafterRecord:
         self.acceptance = TOKEN_MEMORY * mean + (1.0 - TOKEN_MEMORY) * accepted
 
     def _audit(self, depth: int, chance: float, *, accepted: bool) -> None:
-        while len(self.audits) <= depth:
-            self.audits.append({"audited": 0, "expected": 0.0, "stood": 0})
         counts = self.audits[depth]
         counts["audited"] += 1
         counts["expected"] += chance
@@ -77,12 +81,10 @@ class DrafterRecord:
     def _depths(self) -> list[Json]:
         """Counts of drafted tokens, by depth."""
         kinds = {"proposed": self.proposed, "verified": self.verified, "accepted": self.accepted}
-        empty = {"audited": 0, "expected": 0.0, "stood": 0}
-        deepest = max(len(self.audits), max(self.proposed, default=0))
         return [
             {name: _longer(sizes, depth) for name, sizes in kinds.items()}
-            | (self.audits[depth] if depth < len(self.audits) else empty)
-            for depth in range(deepest)
+            | self.audits.get(depth, _unaudited())
+            for depth in range(max(self.proposed, default=0))
         ]
 
     def snapshot(self) -> Json:
