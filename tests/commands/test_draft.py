@@ -19,7 +19,7 @@ from tinkercloud.commands.drafts.target import TargetOptions
 from tinkercloud.commands.drafts.train import DistillConfig, FinetuneConfig
 from tinkercloud.config import Config, load_config
 from tinkercloud.core.types import AdamParams, LoraSpec
-from tinkercloud.embedded.draft_training.driver import Plan
+from tinkercloud.embedded.draft_training.fit import Plan
 from tinkercloud.embedded.forward import runners
 from tinkercloud.errors import ConfigError, UserError
 from tinkercloud.speculative.learning.draft_folder import DraftFolder

@@ -13,8 +13,9 @@ from tinkercloud.commands.drafts.collect import sample_texts
 from tinkercloud.commands.drafts.target import Target
 from tinkercloud.commands.drafts.train import DistillConfig, distilled
 from tinkercloud.core.types import FromBase
-from tinkercloud.embedded.draft_training.driver import Plan, TrainingResult
+from tinkercloud.embedded.draft_training.driver import TrainingResult
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.fit import Plan
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter
 from tinkercloud.embedded.drafting.head_network import TorchHead
 from tinkercloud.embedded.forward import runners

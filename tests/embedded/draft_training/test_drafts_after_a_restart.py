@@ -14,8 +14,8 @@ from tests.embedded.speculative_engine import untaught_head
 from tests.embedded.tiny import ask, open_store, random_prompt
 from tests.waiting import wait_for
 from tinkercloud.core.types import FromBase, SampleOutput
-from tinkercloud.embedded.draft_training.driver import copied
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.fit import copied
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.model_trainer import DraftModelTrainer, ModelObjective
 from tinkercloud.embedded.drafting.model_drafter import ModelDrafter

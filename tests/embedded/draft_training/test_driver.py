@@ -23,14 +23,8 @@ from tests.speculative.head.head_scene import (
 )
 from tinkercloud.embedded.draft_training.capture import CapturedSequence
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.driver import (
-    Fit,
-    Gate,
-    Plan,
-    TrainingDriver,
-    TrainingSettings,
-    copied,
-)
+from tinkercloud.embedded.draft_training.driver import Gate, TrainingDriver, TrainingSettings
+from tinkercloud.embedded.draft_training.fit import Fit, Plan, copied
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.errors import NotFound, UserError
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params

@@ -19,8 +19,8 @@ from tinkercloud.commands.drafts.target import Target
 from tinkercloud.commands.drafts.train import DistillConfig, distilled
 from tinkercloud.commands.generation.api_client import ApiClient
 from tinkercloud.commands.generation.draft_trainer import DraftTrainer
-from tinkercloud.embedded.draft_training.driver import Plan
 from tinkercloud.embedded.draft_training.files import drafts_of
+from tinkercloud.embedded.draft_training.fit import Plan
 from tinkercloud.embedded.forward import runners
 from tinkercloud.embedded.model.version import Version
 

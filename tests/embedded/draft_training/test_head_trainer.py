@@ -29,7 +29,7 @@ from tinkercloud.embedded.draft_training.capture import (
     capture_sequence,
 )
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.driver import assign, copied, gradients, joined
+from tinkercloud.embedded.draft_training.fit import assign, copied, gradients, joined
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.speculative.head.cache import HeadCache, NewRows, extend
 from tinkercloud.speculative.head.draft import ChainStart, draft_chains

@@ -17,12 +17,8 @@ from tests.embedded.tiny import random_prompt
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.capture import SequenceMetadata, capture_sequence
 from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix
-from tinkercloud.embedded.draft_training.driver import (
-    Plan,
-    TrainingDriver,
-    TrainingSettings,
-    copied,
-)
+from tinkercloud.embedded.draft_training.driver import TrainingDriver, TrainingSettings
+from tinkercloud.embedded.draft_training.fit import Plan, copied
 from tinkercloud.embedded.draft_training.model_trainer import (
     CaseExample,
     DraftModelTrainer,

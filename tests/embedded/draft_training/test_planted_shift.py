@@ -21,12 +21,12 @@ from tinkercloud.embedded.draft_training.capture import (
 )
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
 from tinkercloud.embedded.draft_training.driver import (
-    Plan,
     TrainingDriver,
     TrainingResult,
     TrainingSettings,
 )
 from tinkercloud.embedded.draft_training.files import drafts_of, open_head
+from tinkercloud.embedded.draft_training.fit import Plan
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.online_trainer import DraftTrainee
 from tinkercloud.embedded.drafting.head_drafter import HeadDrafter

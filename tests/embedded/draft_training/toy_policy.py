@@ -15,7 +15,7 @@ from tests.speculative.head.head_scene import D, V, target_config, target_weight
 from tinkercloud.core.types import FromBase
 from tinkercloud.embedded.draft_training.capture import CapturedSequence, SequenceMetadata
 from tinkercloud.embedded.draft_training.dataset import Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.driver import Fit, Plan, Trainer, assign, gradients
+from tinkercloud.embedded.draft_training.fit import Fit, Plan, Trainer, assign, gradients
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.speculative.head.head import FrozenRows, Head, HeadConfig, initial_params

@@ -33,8 +33,9 @@ from tinkercloud.commands.drafts.train import (
     finetuned,
 )
 from tinkercloud.config import Config
-from tinkercloud.embedded.draft_training.driver import Evaluation, TrainingResult
+from tinkercloud.embedded.draft_training.driver import TrainingResult
 from tinkercloud.embedded.draft_training.files import has_trained
+from tinkercloud.embedded.draft_training.fit import Evaluation
 from tinkercloud.embedded.draft_training.online_trainer import CASES
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.learning.cases import CaseStore

@@ -22,8 +22,8 @@ from tinkercloud.embedded.draft_training.capture import (
     SequenceMetadata,
     capture_sequence,
 )
-from tinkercloud.embedded.draft_training.driver import Evaluation, Trainer, assign, joined
 from tinkercloud.embedded.draft_training.files import drafts_of, model_drafts_of, open_head
+from tinkercloud.embedded.draft_training.fit import Evaluation, Trainer, assign, joined
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.model_trainer import (
     CaseExample,

@@ -27,14 +27,12 @@ from tinkercloud.embedded.draft_training.driver import (
     NEW_RATE,
     Dataset,
     Gate,
-    Plan,
-    Trainer,
     TrainingDriver,
     TrainingResult,
     TrainingSettings,
-    joined,
 )
 from tinkercloud.embedded.draft_training.files import UNTRAINED, VOCABULARY, frozen_rows
+from tinkercloud.embedded.draft_training.fit import Plan, Trainer, joined
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import UserError

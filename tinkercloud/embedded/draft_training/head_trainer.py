@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tinkercloud.embedded.draft_training.capture import CapturedSequence
-from tinkercloud.embedded.draft_training.driver import Evaluation
 from tinkercloud.embedded.draft_training.files import HEAD_FILE
+from tinkercloud.embedded.draft_training.fit import Evaluation
 from tinkercloud.errors import UserError
 from tinkercloud.speculative.head.head import Head
 from tinkercloud.speculative.head.losses import (

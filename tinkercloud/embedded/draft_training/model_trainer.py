@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tinkercloud.core.types import LoraSpec
-from tinkercloud.embedded.draft_training.driver import Evaluation
+from tinkercloud.embedded.draft_training.fit import Evaluation
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.training.context import TrainContext
 from tinkercloud.embedded.training.packed_context import frozen_context

@@ -25,13 +25,12 @@ from tinkercloud.embedded.draft_training.capture import (
 )
 from tinkercloud.embedded.draft_training.driver import (
     Dataset,
-    Plan,
-    Trainer,
     TrainingDriver,
     TrainingResult,
     TrainingSettings,
 )
 from tinkercloud.embedded.draft_training.files import UNTRAINED
+from tinkercloud.embedded.draft_training.fit import Plan, Trainer
 from tinkercloud.embedded.draft_training.sampled_texts import SampledTexts
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.errors import NotFound, UserError

@@ -14,7 +14,7 @@ from torch import Tensor
 from tinkercloud.config import ModelSource
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.embedded.draft_training.dataset import CaseDataset, Mix, SequenceDataset
-from tinkercloud.embedded.draft_training.driver import NEW_RATE, assign, copied
+from tinkercloud.embedded.draft_training.driver import NEW_RATE
 from tinkercloud.embedded.draft_training.files import (
     drafts_of,
     has_trained,
@@ -22,6 +22,7 @@ from tinkercloud.embedded.draft_training.files import (
     open_head,
     untrained_head,
 )
+from tinkercloud.embedded.draft_training.fit import assign, copied
 from tinkercloud.embedded.draft_training.head_trainer import HeadObjective, HeadTrainer
 from tinkercloud.embedded.draft_training.model_trainer import DraftModelTrainer, ModelObjective
 from tinkercloud.embedded.draft_training.online_trainer import (
