@@ -91,7 +91,8 @@ def test_one_copy_of_the_weights_is_in_memory_while_they_load_sample_and_train(
     child = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     memory = Memory(**json.loads(child.stdout.splitlines()[-1]))
     assert memory.copy_bytes == num_held(dtype) * dtype.itemsize
-    # The largest matrix is a fifth; of what was freed the C library keeps up to 64 MB to use again.
-    assert memory.loading_bytes < 1.4 * memory.copy_bytes, memory
-    assert 0.95 * memory.copy_bytes < memory.loaded_bytes < 1.4 * memory.copy_bytes, memory
-    assert memory.used_bytes < 1.45 * memory.copy_bytes, memory
+    # Besides the copy: the largest matrix, which is a fifth, and of what was freed up to 64 MB that
+    # the C library keeps to use again until all is loaded.
+    assert memory.loading_bytes < 1.25 * memory.copy_bytes + 64 * 2**20, memory
+    assert 0.95 * memory.copy_bytes < memory.loaded_bytes < 1.1 * memory.copy_bytes, memory
+    assert memory.used_bytes < 1.4 * memory.copy_bytes, memory

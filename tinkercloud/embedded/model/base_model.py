@@ -12,7 +12,7 @@ from torch import Tensor
 from tinkercloud.architectures import load_architecture
 from tinkercloud.architectures.config import ArchitectureConfig
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.embedded.model import salience_file
+from tinkercloud.embedded.model import freed_memory, salience_file
 from tinkercloud.embedded.model.packed_tensors import EMBEDDING, UNEMBEDDING, PackedTensors
 from tinkercloud.embedded.model.salience import salient_inputs
 from tinkercloud.embedded.native.train_bindings import has_compiled_pass, training_team
@@ -40,6 +40,7 @@ class BaseModel:
         """Raises ConfigError."""
         config, tensors = read_model(path, dtype)
         loaded = cls.of(name, config, tensors, dtype, device)
+        freed_memory.give_back()  # of tensors in the file's number type and in `dtype`
         if tokenizer_path is None:
             return loaded
         decoder = Tokenizer.from_file(str(tokenizer_path / "tokenizer.json"))
