@@ -10,6 +10,7 @@ from benchmarks.lib.peer_script import Replies
 from benchmarks.peers.training_common import Job, run, start
 from tinkercloud.core.types import AdamParams, Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.model.device import freeze_garbage_collector
 from tinkercloud.embedded.process.model_store import ModelStore
 from tinkercloud.embedded.process.version_cache import VersionCache
 from tinkercloud.embedded.training.micro_batches import Limits
@@ -65,6 +66,7 @@ def main(job: Job, replies: Replies) -> None:
 
     forward_backward(job.warm_up)
     model.grads = {}
+    freeze_garbage_collector()
     run(job, replies, step, save)
 
 

@@ -77,9 +77,9 @@ typedef struct {
 /* The activation of gate, times up. */
 INTERNAL void gate_part(const gates_t *gates, int64_t row, range_t columns, float *out);
 
-/* The gradient of gate, or of up; dproduct [rows][width]: that of their
+/* The gradients of gate and of up, either of which may be NULL; dproduct [rows][width]: that of their
    product. */
 INTERNAL void gate_gradient_part(const gates_t *gates, int64_t row, range_t columns,
-                                 const float *dproduct, int of_up, float *out);
+                                 const float *dproduct, float *dgate, float *dup);
 
 #endif

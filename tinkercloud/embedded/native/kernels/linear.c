@@ -8,6 +8,7 @@
 #include "product.h"
 
 #define LOW_RANK_ROWS 32 /* that a task takes */
+#define LOW_RANK_PANELS 3
 #define MOST_OUTPUTS 3   /* modules that read the same rows */
 
 /* Segments over the chosen rows instead of the batch's. */
@@ -39,22 +40,25 @@ static range_t rows_of(const segment_t *segment, range_t rows) {
 }
 
 /* x A^T of every row and module, side by side in p->low; a stage before the products, of which each
-   task reads all ranks of its rows. Tasks are a panel of some rows. */
+   task reads all ranks of its rows. Tasks are a panel of some rows, or of many a few panels: then
+   there are tasks enough, and inputs are read once for them. */
 static void low_rank(walk_t *w, const read_t *read) {
   const pass_t *p = w->p;
-  int64_t in = read->outputs[0].linear->in, panels = panels_of(p->max_rank);
-  int64_t blocks = (read->rows + LOW_RANK_ROWS - 1) / LOW_RANK_ROWS;
-  int64_t per_segment = read->count * panels * blocks;
+  int64_t in = read->outputs[0].linear->in, together = read->rows < MANY_ROWS ? 1 : LOW_RANK_PANELS;
+  int64_t panel_tasks = parts(panels_of(p->max_rank), together);
+  int64_t blocks = parts(read->rows, LOW_RANK_ROWS);
+  int64_t per_segment = read->count * panel_tasks * blocks;
   for (int64_t task; (task = take(w)) < p->batch->num_segments * per_segment;) {
     int64_t s = task / per_segment, block = task % blocks;
-    int64_t panel = task / blocks % panels, i = task / blocks / panels % read->count;
+    int64_t i = task / blocks / panel_tasks % read->count;
     const lora_t *lora = &p->batch->segments[s].modules[read->outputs[i].module];
-    if (!lora->a || panel >= panels_of(lora->rank)) continue;
+    range_t panels = part_of(panels_of(lora->rank), together, task / blocks % panel_tasks);
+    if (!lora->a || panels.first >= panels.end) continue;
     segment_t segment = segment_of(p, read, s);
     range_t rows = rows_of(&segment, part_of(read->rows, LOW_RANK_ROWS, block));
     product_t down = {.x = read->x, .x_stride = in, .w = lora->a, .k = in, .out = lora->rank,
                       .y = p->low + i * p->max_rank, .y_stride = p->low_stride, .scale = 1.0f};
-    multiply(&down, rows, (range_t){panel, panel + 1});
+    multiply(&down, rows, panels);
   }
   end_stage(w);
 }

@@ -95,18 +95,38 @@ static void softmax_row(const call_t *c, const piece_t *piece, int64_t row, floa
   }
 }
 
-static void round_dy(const call_t *c, const piece_t *piece, int64_t row, float *own) {
+static void round_piece(const call_t *c, const piece_t *piece, int64_t row, const float *dy) {
+  round_row(c->g->is_narrow, dy, piece->out, row_of(c, piece->rounded, row, piece->out));
+}
+
+/* Where there are pieces of gate and of up, both are whole. */
+static void round_gates(const call_t *c, int64_t row, float *own) {
   const linear_gradient_t *g = c->g;
-  const float *dy = own;
-  if (g->softmax)
-    softmax_row(c, piece, row, own);
-  else if (g->dy_gates)
-    gate_gradient_part(&(gates_t){g->is_narrow, g->activation, g->modules[0].out, g->dy_gates}, row,
-                       (range_t){piece->first, piece->first + piece->out}, g->dy,
-                       piece->module == 1, own);
-  else
-    dy = g->dy + row * g->dy_row + g->modules[piece->module].column + piece->first;
-  round_row(g->is_narrow, dy, piece->out, row_of(c, piece->rounded, row, piece->out));
+  const piece_t *of[2] = {}, *some = c->pieces;
+  for (int i = 0; i < c->num_pieces; i++) of[c->pieces[i].module] = &c->pieces[i];
+  gates_t gates = {g->is_narrow, g->activation, g->modules[0].out, g->dy_gates};
+  float *dgate = own, *dup = own + (of[0] ? some->out : 0);
+  gate_gradient_part(&gates, row, (range_t){some->first, some->first + some->out}, g->dy,
+                     of[0] ? dgate : NULL, of[1] ? dup : NULL);
+  if (of[0]) round_piece(c, of[0], row, dgate);
+  if (of[1]) round_piece(c, of[1], row, dup);
+}
+
+static void round_dy(const call_t *c, int64_t row, float *own) {
+  const linear_gradient_t *g = c->g;
+  if (g->dy_gates) {
+    round_gates(c, row, own);
+    return;
+  }
+  for (int i = 0; i < c->num_pieces && c->pieces[i].rounded; i++) {
+    const piece_t *piece = &c->pieces[i];
+    const float *dy = own;
+    if (g->softmax)
+      softmax_row(c, piece, row, own);
+    else
+      dy = g->dy + row * g->dy_row + g->modules[piece->module].column + piece->first;
+    round_piece(c, piece, row, dy);
+  }
 }
 
 static void round_x(const call_t *c, int64_t row, float *own) {
@@ -190,8 +210,7 @@ static void low_rank_gradient(const call_t *c, const adapter_t *adapter, range_t
 static void ready_rows(call_t *c, const span_t *span, range_t at, float *own) {
   const linear_gradient_t *g = c->g;
   for (int64_t r = span->first + at.first; r < span->first + at.end; r++) {
-    for (int i = 0; i < c->num_pieces; i++)
-      if (c->pieces[i].rounded) round_dy(c, &c->pieces[i], r, own);
+    round_dy(c, r, own);
     if (c->x && c->is_first && span->adapter) round_x(c, r, own);
   }
   if (!span->adapter) return;

@@ -5,7 +5,8 @@
 /* Rows are read as words of four bytes: a float, or a pair of narrow numbers, the second of which may
    be missing at a row's end. 16 words of 16 rows go together: whole cache lines on both sides. */
 
-typedef uint32_t block_t[PANEL][PANEL];
+typedef uint32_t __attribute__((may_alias)) word_t;
+typedef word_t block_t[PANEL][PANEL];
 
 static void turn_words(const block_t in, block_t out) {
   for (int i = 0; i < PANEL; i++)
@@ -53,13 +54,19 @@ static void turn_narrow(const char *from, char *to) {
   memcpy(to, out, sizeof out);
 }
 
-static void turn_wide(const char *from, int64_t count, char *to) {
-  float in[PANEL][PANEL] = {}, out[PANEL][PANEL];
-  memcpy(in, from, (size_t)count * sizeof in[0]);
-  for (int i = 0; i < PANEL; i++)
-    for (int j = 0; j < PANEL; j++) out[i][j] = in[j][i];
-  memcpy(to, out, sizeof out);
+/* Some inputs of some outputs, 16 at most of each. */
+static void turn_wide(const char *from, int64_t inputs, int64_t outputs, char *to) {
+  if (inputs == PANEL && outputs == PANEL) {
+    turn_words((const word_t(*)[PANEL])from, (word_t(*)[PANEL])to);
+    return;
+  }
+  block_t in = {}, out;
+  memcpy(in, from, (size_t)inputs * sizeof in[0]);
+  turn_words(in, out);
+  memcpy(to, out, (size_t)outputs * sizeof out[0]);
 }
+
+#define TURNED_AHEAD 4 /* panels */
 
 void turn_panel(const matrix_t *m, int64_t panel, const void *packed, void *turned) {
   int64_t bytes = panel_bytes(m->is_narrow, m->width), end = panel_bytes(m->is_narrow, m->out);
@@ -67,13 +74,13 @@ void turn_panel(const matrix_t *m, int64_t panel, const void *packed, void *turn
   const char *from = (const char *)packed + panel * block;
   char *to = turned;
   for (int64_t n = 0; n < panels_of(m->out); n++, from += bytes, to += block) {
-    if (m->is_narrow) {
+    /* From panel to panel it is so far that the processor does not fetch by itself. */
+    const char *later = from + TURNED_AHEAD * bytes;
+    for (int64_t at = 0; at < block; at += LINE_BYTES) __builtin_prefetch(later + at);
+    if (m->is_narrow)
       turn_narrow(from, to);
-    } else {
-      char whole[PANEL * STEP_BYTES];
-      turn_wide(from, MIN(PANEL, m->k - panel * PANEL), whole);
-      memcpy(to, whole, (size_t)MIN(PANEL, m->out - n * PANEL) * STEP_BYTES);
-    }
+    else
+      turn_wide(from, MIN(PANEL, m->k - panel * PANEL), MIN(PANEL, m->out - n * PANEL), to);
   }
   int64_t filled = panels_of(m->out) * block;
   if (filled < end) memset((char *)turned + filled, 0, (size_t)(end - filled));
@@ -102,20 +109,19 @@ INLINE void pack_floats(const float *from, int64_t count, char *to) {
   }
 }
 
-#define SOME_COLUMNS 256 /* of a row that are read at once: to so many panels at most they go */
-
 void pack_inputs(int64_t is_narrow, const rows_t *rows, char *packed, int64_t bytes) {
   int64_t together = is_narrow ? 2 : 1, end = row_size(is_narrow, rows->count);
   static const narrow nothing[PANEL];
-  for (int64_t first = 0; first < rows->columns; first += SOME_COLUMNS)
-    for (int64_t i = 0; i < end; i += together) {
-      const char *row = rows->at + i * rows->stride;
-      char *to = packed + first / PANEL * bytes + i / together * STEP_BYTES;
-      for (int64_t n = first; n < MIN(first + SOME_COLUMNS, rows->columns); n += PANEL, to += bytes)
-        if (is_narrow)
-          pack_pair(i < rows->count ? (const narrow *)row + n : nothing,
-                    i + 1 < rows->count ? (const narrow *)(row + rows->stride) + n : nothing, to);
-        else
-          pack_floats((const float *)row + n, rows->columns - n, to);
+  for (int64_t n = 0; n < rows->columns; n += PANEL, packed += bytes) {
+    const char *row = rows->at;
+    char *to = packed;
+    for (int64_t i = 0; i < end; i += together, row += together * rows->stride, to += STEP_BYTES) {
+      __builtin_prefetch(to + bytes, 1); /* the next panel's, which are far from these */
+      if (is_narrow)
+        pack_pair(i < rows->count ? (const narrow *)row + n : nothing,
+                  i + 1 < rows->count ? (const narrow *)(row + rows->stride) + n : nothing, to);
+      else
+        pack_floats((const float *)row + n, rows->columns - n, to);
     }
+  }
 }

@@ -89,10 +89,15 @@ static inline void end_stage(walk_t *w) {
   if (w->time) w->time->waiting_ns += nanoseconds() - began;
 }
 
-#define TASK_ROWS 4
+/* Of many rows a block of keys' at once: a cache line has the same number of 16 of them, and would go
+   from thread to thread. */
+#define MANY_ROWS 256
+#define FEW_TASK_ROWS 4
+static inline int64_t task_rows(int64_t rows) { return rows < MANY_ROWS ? FEW_TASK_ROWS : KV_BLOCK; }
+
 #define EACH_ROW(w, m, rows)                                                                       \
-  for (int64_t task_; (task_ = take(w) * TASK_ROWS) < (rows);)                                     \
-    for (int64_t m = task_; m < MIN(task_ + TASK_ROWS, (rows)); m++)
+  for (int64_t task_, size_ = task_rows(rows); (task_ = take(w) * size_) < (rows);)                \
+    for (int64_t m = task_; m < MIN(task_ + size_, (rows)); m++)
 
 static inline float inverse_norm(const float *x, int64_t size, float eps) {
   return 1.0f / sqrtf(dot(x, x, size) / (float)size + eps);

@@ -30,7 +30,6 @@
 #define SUM_PANELS 12 /* whose sums are kept while inputs go by, a multiple of what tiles hold */
 #define FEW_ROWS_PANELS 6 /* tiles of few rows hold so many, and wait for memory */
 
-#define FETCHES_AHEAD (LANES == 8) /* before a tile of one panel: the lines that its sums go to */
 #define CHUNK_BYTES 2048 /* of a row of inputs that go together at most */
 #define MANY_ROWS 32 /* widening these takes time, so that a task has MANY_PANELS or more */
 #define MANY_PANELS 6
@@ -244,8 +243,9 @@ static void run_chunk(const chunk_t *c, float *sums) {
     t.x = c->inputs.x + first * c->inputs.stride;
     t.sums = sums + first * SUM_PANELS * PANEL;
     t.next = c->next + i * c->steps * t.next_stride; /* each tile fetches its part */
-    for (int64_t r = first; FETCHES_AHEAD && ends && r < end; r++)
-      __builtin_prefetch(p->y + (c->rows.first + r) * p->y_stride + col, 1);
+    for (int64_t r = first; ends && r < end; r++)
+      for (int64_t n = 0; n < width; n += LINE)
+        __builtin_prefetch(p->y + (c->rows.first + r) * p->y_stride + col + n, 1);
     run_tile(tile->of[c->panels - 1], &t, p->is_narrow);
     if (ends)
       for (int64_t r = first; r < end; r++)

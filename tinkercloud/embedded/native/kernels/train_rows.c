@@ -120,28 +120,26 @@ void gated_product(team_t *team, int64_t is_narrow, int64_t activation, int64_t 
 }
 
 void gate_gradient_part(const gates_t *g, int64_t row, range_t columns, const float *dproduct,
-                        int of_up, float *out) {
+                        float *dgate, float *dup) {
   for (int64_t d = columns.first; d < columns.end; d += LANES) {
     int64_t count = columns.end - d, at = 2 * row * g->width + d;
-    vec x = some_numbers(g->is_narrow, g->numbers, at, count), gradient;
+    vec x = some_numbers(g->is_narrow, g->numbers, at, count);
     vec s = sigmoid(gate_exponent(g->activation, x));
     vec slope = some_numbers(0, dproduct, row * g->width + d, count);
-    if (of_up) {
-      gradient = slope * (x * s);
-    } else {
+    if (dup) store_some(dup + d - columns.first, slope * (x * s), count);
+    if (dgate) {
       vec up = some_numbers(g->is_narrow, g->numbers, at + g->width, count);
       vec of_z = gate_exponent_slope(g->activation, x);
-      gradient = slope * up * (s * (all(1.0f) + x * of_z * (all(1.0f) - s)));
+      vec gradient = slope * up * (s * (all(1.0f) + x * of_z * (all(1.0f) - s)));
+      store_some(dgate + d - columns.first, gradient, count);
     }
-    store_some(out + d - columns.first, gradient, count);
   }
 }
 
 static void gate_back_row(const rows_t *a, int64_t r) {
   gates_t gates = {a->is_narrow, a->activation, a->width, a->gates};
   float *out = a->out + 2 * r * a->width;
-  for (int of_up = 0; of_up < 2; of_up++)
-    gate_gradient_part(&gates, r, (range_t){0, a->width}, a->dy, of_up, out + of_up * a->width);
+  gate_gradient_part(&gates, r, (range_t){0, a->width}, a->dy, out, out + a->width);
 }
 
 /* gates numbers and dgates [rows][gate and up: 2 width]; dproduct [rows][width]. */
