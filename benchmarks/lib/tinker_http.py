@@ -5,10 +5,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.lib.http_client import http_client
+
 JSON = "application/json"
 PROTO = "application/x-protobuf"
 SDK_VERSION = "0.38.0"
-MAX_CONNECTIONS = 512
 
 
 class RequestFailed(ValueError):
@@ -23,17 +24,7 @@ class TinkerHttp:
 
     @classmethod
     def connect(cls, url: str, api_key: str = "", timeout_s: float = 300.0) -> "TinkerHttp":
-        limits = httpx.Limits(
-            max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS
-        )
-        http = httpx.AsyncClient(
-            base_url=url,
-            headers={"X-API-Key": api_key} if api_key else {},
-            limits=limits,
-            timeout=timeout_s,
-            trust_env=False,
-        )
-        return cls(http)
+        return cls(http_client(url, timeout_s, {"X-API-Key": api_key} if api_key else None))
 
     async def create_session(self) -> str:
         answer = await self.post(

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import httpx
-
+from benchmarks.lib.http_client import http_client
 from benchmarks.lib.peers import python_of, version_of
 from benchmarks.lib.processes import START_LIMIT_S, ServerProcess, free_port
 from benchmarks.peers.sampling_common import Load, Outcome, gaps, outcome
@@ -92,11 +91,7 @@ class Completions:
     """A client of a server that runs on this machine."""
 
     def __init__(self, port: int, dialect: Dialect, headers: Mapping[str, str] | None = None):
-        limits = httpx.Limits(max_connections=512, max_keepalive_connections=512)
-        self._http = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", limits=limits, timeout=LIMIT_S, trust_env=False,
-            headers=headers,
-        )  # fmt: skip
+        self._http = http_client(f"http://127.0.0.1:{port}", LIMIT_S, headers)
         self._dialect = dialect
 
     async def generate(self, load: Load) -> Outcome:

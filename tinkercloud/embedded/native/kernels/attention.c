@@ -34,33 +34,29 @@ typedef struct {
 } part_t;
 
 typedef uint32_t bits_t __attribute__((may_alias)); /* of a word */
-typedef narrow half_t __attribute__((may_alias));
 
 static int64_t query_words(const model_t *model, int kind) {
   int64_t numbers = model->is_narrow ? 2 * model->head_dim + model->key_errors : model->head_dim;
   return kind == PAIRED ? numbers / 2 : numbers;
 }
 
-/* Number d of a narrow query: half of a word, or widened a word of its own. */
-static void put_number(int kind, bits_t *words, int64_t d, narrow number) {
-  if (kind == PAIRED)
-    ((half_t *)(words + d / 2 * TILE_QUERIES))[d % 2] = number;
-  else
-    words[d * TILE_QUERIES] = (bits_t)number << 16;
-}
-
 /* A query rounded, after that its rounding errors, and then what errors of keys are multiplied with:
-   the rounded query's numbers of these dimensions. */
+   the rounded query's numbers of these dimensions. Two numbers are a word, or each widened one. */
 static void round_query(const tile_t *t, const float *q, bits_t *words) {
-  int64_t dh = t->p->model->head_dim, errors = t->p->model->key_errors;
+  int64_t dh = t->p->model->head_dim, errors = t->p->model->key_errors, count = 2 * dh + errors;
   const int64_t *dims = t->layer->key_dims + t->h * errors;
-  for (int64_t d = 0; d < dh; d++) {
-    narrow rounded = narrowed(q[d]);
-    put_number(t->kind, words, d, rounded);
-    put_number(t->kind, words, dh + d, narrowed(q[d] - widen1(rounded)));
-  }
-  for (int64_t i = 0; i < errors; i++)
-    put_number(t->kind, words, 2 * dh + i, narrowed(q[dims[i]]));
+  narrow numbers[count];
+  float rounded[dh], rest[dh];
+  memcpy(rounded, q, sizeof rounded);
+  round_to_narrow(rounded, dh, numbers);
+  for (int64_t d = 0; d < dh; d++) rest[d] = q[d] - rounded[d];
+  round_to_narrow(rest, dh, numbers + dh);
+  for (int64_t i = 0; i < errors; i++) numbers[2 * dh + i] = numbers[dims[i]];
+  if (t->kind != PAIRED)
+    for (int64_t i = 0; i < count; i++) words[i * TILE_QUERIES] = (bits_t)numbers[i] << 16;
+  else
+    for (int64_t i = 0; i < count; i += 2)
+      words[i / 2 * TILE_QUERIES] = numbers[i] | (bits_t)numbers[i + 1] << 16;
 }
 
 static span_t read_query(const tile_t *t, int64_t i, bits_t *words) {

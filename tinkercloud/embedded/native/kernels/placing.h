@@ -40,7 +40,7 @@ static inline void place_key(const model_t *model, const int64_t *dims, float *k
     numbers[i] = narrowed(exact - widen1(narrowed(exact)));
   }
   round_to_narrow(k, dh, numbers);
-  for (int64_t i = 0; i < size; i++) keys[(i / 2 * KV_BLOCK + slot) * 2 + i % 2] = numbers[i];
+  for (int64_t i = 0; i < size; i += 2) memcpy(keys + (i / 2 * KV_BLOCK + slot) * 2, numbers + i, 4);
 }
 
 /* ends: this is the last token of its sequence. Then the value beside it is read, with probability
