@@ -44,7 +44,7 @@ static range_t rows_of(const segment_t *segment, range_t rows) {
    there are tasks enough, and inputs are read once for them. */
 static void low_rank(walk_t *w, const read_t *read) {
   const pass_t *p = w->p;
-  int64_t in = read->outputs[0].linear->in, together = read->rows < MANY_ROWS ? 1 : LOW_RANK_PANELS;
+  int64_t in = read->outputs[0].linear->in, together = read->rows < BIG_BATCH ? 1 : LOW_RANK_PANELS;
   int64_t panel_tasks = parts(panels_of(p->max_rank), together);
   int64_t blocks = parts(read->rows, LOW_RANK_ROWS);
   int64_t per_segment = read->count * panel_tasks * blocks;

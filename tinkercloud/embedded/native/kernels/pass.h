@@ -89,11 +89,11 @@ static inline void end_stage(walk_t *w) {
   if (w->time) w->time->waiting_ns += nanoseconds() - began;
 }
 
-/* Of many rows a block of keys' at once: a cache line has the same number of 16 of them, and would go
+/* Of a big batch a block of keys at once: a cache line has one number of each of its 16 keys, and would go
    from thread to thread. */
-#define MANY_ROWS 256
+#define BIG_BATCH 256 /* rows */
 #define FEW_TASK_ROWS 4
-static inline int64_t task_rows(int64_t rows) { return rows < MANY_ROWS ? FEW_TASK_ROWS : KV_BLOCK; }
+static inline int64_t task_rows(int64_t rows) { return rows < BIG_BATCH ? FEW_TASK_ROWS : KV_BLOCK; }
 
 #define EACH_ROW(w, m, rows)                                                                       \
   for (int64_t task_, size_ = task_rows(rows); (task_ = take(w) * size_) < (rows);)                \
