@@ -55,8 +55,7 @@ static void round_query(const tile_t *t, const float *q, bits_t *words) {
   if (t->kind != PAIRED)
     for (int64_t i = 0; i < count; i++) words[i * TILE_QUERIES] = (bits_t)numbers[i] << 16;
   else
-    for (int64_t i = 0; i < count; i += 2)
-      words[i / 2 * TILE_QUERIES] = numbers[i] | (bits_t)numbers[i + 1] << 16;
+    for (int64_t i = 0; i < count; i += 2) memcpy(words + i / 2 * TILE_QUERIES, numbers + i, 4);
 }
 
 static span_t read_query(const tile_t *t, int64_t i, bits_t *words) {
@@ -98,17 +97,29 @@ static void read_queries(const tile_t *t, queries_t *queries, word_t *words, flo
   memset(sums, 0, (size_t)(t->count * width) * sizeof *sums);
 }
 
-/* The unit that begins at `start`; blocks up to the last that a query sees. */
-static void mix_unit(const part_t *part, int64_t start, const word_t *const *keys, values_t *values,
+/* A unit of keys and values; next: the keys that are read after it. Blocks past the last that is
+   seen are the last one: read, and not seen. */
+typedef struct {
+  int64_t start, blocks; /* blocks: that are seen */
+  const word_t *keys[UNIT_BLOCKS], *values[UNIT_BLOCKS], *next[UNIT_BLOCKS];
+} unit_t;
+
+/* Blocks up to the last that a query sees. fetches: values while keys are scored, then the next keys
+   while values are added; where a unit ends early, some of these keys before and some after. */
+static void mix_unit(const part_t *part, const unit_t *unit, int fetches, values_t *values,
                      const scoring_t *scoring) {
-  const attention_tile_t *tile = &attention_tiles[scoring->kind][part->count - 1];
+  const attention_tile_t *tile = &attention_tiles[scoring->kind][part->count - 1][fetches];
+  int64_t start = unit->start;
   int64_t seen = MIN(UNIT, part->span.end - start), dh = values->head_dim;
   int64_t blocks = (seen + KV_BLOCK - 1) / KV_BLOCK;
   ALIGNED float scores[TILE_QUERIES * UNIT];
   float keep[TILE_QUERIES];
+  const word_t *fetched[UNIT_BLOCKS];
+  for (int64_t b = 0; b < UNIT_BLOCKS; b++)
+    fetched[b] = b < unit->blocks ? unit->values[b] : unit->next[b];
   for (int64_t b = 0; b < blocks; b += TILE_BLOCKS)
-    tile->score(part->queries, scoring->kind == WIDE ? dh : dh / 2, scoring->error_steps, keys + b,
-                scores + b * KV_BLOCK);
+    tile->score(part->queries, scoring->kind == WIDE ? dh : dh / 2, scoring->error_steps,
+                unit->keys + b, fetched + b, scores + b * KV_BLOCK);
   for (int64_t g = 0; g < part->count; g++) {
     if (scoring->cap != 0.0f) cap_unit(scores + g * UNIT, scoring);
     int64_t first = part->spans[g].begin - start, end = part->spans[g].end - start;
@@ -119,13 +130,47 @@ static void mix_unit(const part_t *part, int64_t start, const word_t *const *key
   values->shares = scores;
   values->keep = keep;
   values->sums = part->sums;
+  memcpy(values->values, unit->values, sizeof values->values);
+  memcpy(values->next, unit->next, sizeof values->next);
   tile->add_values(values);
+  int64_t lines = (scoring->kind == WIDE ? dh : dh / 2) + scoring->error_steps;
+  for (int64_t line = values->steps; fetches && line < lines; line++)
+    fetch_line(unit->next, unit->blocks, line);
 }
 
-/* Blocks past the last that is seen are the last one: read, and not seen. */
+static void find_keys(const tile_t *t, int64_t start, int64_t end, const word_t **keys,
+                      const word_t **values) {
+  const batch_t *batch = t->p->batch;
+  const int32_t *table = batch->tables + batch->sequence[t->row] * batch->table_stride;
+  for (int64_t b = 0; b < UNIT_BLOCKS; b++) {
+    int64_t block = table[MIN(start / KV_BLOCK + b, (end - 1) / KV_BLOCK)];
+    keys[b] = keys_at(t->p->model, t->layer, block, t->h);
+    if (values) values[b] = values_at(t->p->model, t->layer, block, t->h);
+  }
+}
+
+/* Of the tile that this thread probably has next, the first unit's keys; what places its row's is
+   fetched at once. */
+static void find_next_tile(const tile_t *t, const word_t **keys) {
+  tile_t next = *t;
+  next.row = t->next_row, next.h = t->next_h, next.first = 0;
+  span_t span = span_of(&next, 0);
+  find_keys(&next, span.begin / UNIT * UNIT, span.end, keys, NULL);
+  if (t->p->tiles_place) fetch_place(t->p, t->layer, next.row, next.h);
+}
+
+static unit_t unit_at(const tile_t *t, int64_t start, int64_t end, int fetches) {
+  unit_t unit = {start, MIN(UNIT_BLOCKS, (end - start + KV_BLOCK - 1) / KV_BLOCK), {0}, {0}, {0}};
+  find_keys(t, start, end, unit.keys, unit.values);
+  if (fetches && start + UNIT < end)
+    find_keys(t, start + UNIT, end, unit.next, NULL);
+  else if (fetches)
+    find_next_tile(t, unit.next);
+  return unit;
+}
+
 static void attend_tile(const tile_t *t) {
   const model_t *model = t->p->model;
-  const batch_t *batch = t->p->batch;
   int64_t dh = model->head_dim, width = (dh + LANES - 1) / LANES * LANES;
   ALIGNED word_t words[MAX_PARTS * TILE_QUERIES * query_words(model, t->kind)];
   ALIGNED float sums[MAX_QUERIES * width];
@@ -136,20 +181,15 @@ static void attend_tile(const tile_t *t) {
     span.begin = MIN(span.begin, queries.parts[i].span.begin);
     span.end = MAX(span.end, queries.parts[i].span.end);
   }
-  const int32_t *table = batch->tables + batch->sequence[t->row] * batch->table_stride;
   const scoring_t scoring = {model->score_scale, model->score_cap, t->kind, model->key_errors / 2};
   values_t values = {.head_dim = dh, .width = width};
+  int fetches = t->count <= MAX_QUERIES / 2; /* more are some of a prompt's */
   for (int64_t start = span.begin / UNIT * UNIT; start < span.end; start += UNIT) {
-    const word_t *keys[UNIT_BLOCKS];
-    for (int64_t b = 0; b < UNIT_BLOCKS; b++) {
-      int64_t block = MIN(start / KV_BLOCK + b, (span.end - 1) / KV_BLOCK);
-      keys[b] = keys_at(model, t->layer, table[block], t->h);
-      values.values[b] = values_at(model, t->layer, table[block], t->h);
-    }
+    unit_t unit = unit_at(t, start, span.end, fetches);
     for (int64_t i = 0; i < queries.num_parts; i++) {
       const part_t *part = &queries.parts[i];
       if (start < part->span.end && start + UNIT > part->span.begin)
-        mix_unit(part, start, keys, &values, &scoring);
+        mix_unit(part, &unit, fetches && i == 0, &values, &scoring);
     }
   }
   write_results(t, queries.mixes, sums, width);
@@ -212,7 +252,10 @@ void attend(walk_t *w, const layer_t *layer) {
       place_head(p, layer, m, task % heads);
     for (int64_t first = 0; first < rows * group; first += MAX_QUERIES) {
       int64_t count = MIN(MAX_QUERIES, rows * group - first);
-      tile_t tile = {p, layer, task % heads, row, first, count, kind};
+      int64_t ahead = (task + w->team->size) / heads - task / heads;
+      int64_t next_row = MIN(row + ahead * rows, p->batch->rows - 1);
+      tile_t tile = {p,    layer,    task % heads, row, first, count,
+                     kind, next_row, (task + w->team->size) % heads};
       unsigned control = kind == WIDE ? 0 : begin_pairs();
       if (HAS_AMX && kind != WIDE)
         attend_by_tiles(&tile);

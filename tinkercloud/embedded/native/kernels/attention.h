@@ -28,15 +28,6 @@ typedef struct {
   int64_t error_steps; /* of keys' rounding errors */
 } scoring_t;
 
-INLINE vec vec_max(vec a, vec b) {
-#if defined(__AVX512F__)
-  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-  ivec more = a > b;
-  return (vec)(((ivec)a & more) | ((ivec)b & ~more));
-#endif
-}
-
 INLINE float lane_max(vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
@@ -144,6 +135,7 @@ typedef struct {
   int64_t h, row, first; /* the first query: the `first`th of those of head h from `row` on */
   int64_t count;
   int kind; /* of what is multiplied */
+  int64_t next_row, next_h; /* of the tile that this thread probably has next */
 } tile_t;
 
 /* Positions that a query sees. */

@@ -70,8 +70,15 @@ static void find_noise(const noise_key_t *key, range_t tokens, uint32_t *words, 
   }
 }
 
+#define COMPARED 64 /* at once */
+
+/* size: where it is none of them. */
 static int64_t place_of(const float *weights, int64_t size, float weight) {
   int64_t i = 0;
+  for (int is_here = 0; i + COMPARED <= size; i += COMPARED) {
+    for (int64_t j = i; j < i + COMPARED; j++) is_here |= weights[j] == weight;
+    if (is_here) break;
+  }
   while (i < size && weights[i] != weight) i++;
   return i;
 }

@@ -43,6 +43,12 @@ INLINE void store_narrow(narrow *p, uvec numbers) {
   *(half_vec *)p = __builtin_convertvector(numbers, half_vec);
 }
 
+/* What rounding takes off, rounded too. */
+INLINE narrow error_of(float exact) { return narrowed(exact - widen1(narrowed(exact))); }
+INLINE uvec errors_of(vec exact) {
+  return narrowed_vec(exact - (vec)(narrowed_vec(exact) << 16));
+}
+
 INLINE const char *number_at(const void *start, int64_t index, int64_t bytes) {
   return (const char *)start + index * bytes;
 }

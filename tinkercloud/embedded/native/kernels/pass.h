@@ -131,11 +131,13 @@ static inline int64_t first_salient(const linear_t *linear, int64_t input) {
 static inline void round_inputs(const linear_t *reader, const narrow_rows_t *to, int64_t m,
                                 int64_t first, int64_t count, float *x) {
   narrow *inputs = to->inputs + m * to->width, *errors = inputs + row_size(1, to->in);
-  int64_t end = first_salient(reader, first + count);
-  for (int64_t i = first_salient(reader, first); i < end; i++) {
-    float exact = x[reader->salient[i] - first];
-    errors[i] = narrowed(exact - widen1(narrowed(exact)));
+  int64_t i = first_salient(reader, first), end = first_salient(reader, first + count);
+  for (; i + LANES <= end; i += LANES) {
+    float exact[LANES];
+    EACH(j, LANES) exact[j] = x[reader->salient[i + j] - first];
+    store_narrow(errors + i, errors_of(load(exact)));
   }
+  for (; i < end; i++) errors[i] = error_of(x[reader->salient[i] - first]);
   round_to_narrow(x, count, inputs + first);
 }
 

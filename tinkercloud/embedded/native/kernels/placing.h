@@ -35,23 +35,44 @@ static inline void place_key(const model_t *model, const int64_t *dims, float *k
                              narrow *keys) {
   int64_t dh = model->head_dim, size = dh + model->key_errors;
   narrow numbers[size];
-  for (int64_t i = dh; i < size; i++) {
-    float exact = k[dims[i - dh]];
-    numbers[i] = narrowed(exact - widen1(narrowed(exact)));
-  }
+  for (int64_t i = dh; i < size; i++) numbers[i] = error_of(k[dims[i - dh]]);
   round_to_narrow(k, dh, numbers);
-  for (int64_t i = 0; i < size; i += 2) memcpy(keys + (i / 2 * KV_BLOCK + slot) * 2, numbers + i, 4);
+  for (int64_t i = 0; i < size; i += 2) {
+    memcpy(keys + (i / 2 * KV_BLOCK + slot) * 2, numbers + i, 4);
+    __asm__("" ::: "memory"); /* one by one: the compiler's scatter takes several times as long */
+  }
+}
+
+/* Every second number of LANES pairs, the first ones or the odd ones, from the lower halves. What is
+   there is not read: in a fresh block the processor would wait for it. */
+INLINE void store_every_second(narrow *pairs, uvec numbers, int odd) {
+#if defined(__AVX512BW__)
+  __m512i words = (__m512i)(numbers << 16 * odd);
+  _mm512_mask_storeu_epi16(pairs, odd ? 0xAAAAAAAA : 0x55555555, words);
+#else
+  for (int j = 0; j < LANES; j++) pairs[2 * j + odd] = (narrow)numbers[j];
+#endif
 }
 
 /* ends: this is the last token of its sequence. Then the value beside it is read, with probability
    0, and may be left from a sequence whose numbers are none. */
 static inline void place_value(float *v, int64_t dh, int64_t slot, int ends, narrow *values) {
-  narrow v_narrow[dh];
-  round_to_narrow(v, dh, v_narrow);
   narrow *pairs = values + slot / 2 * dh * 2;
-  for (int64_t i = 0; i < dh; i++) pairs[2 * i + slot % 2] = v_narrow[i];
-  if (ends && slot % 2 == 0)
-    for (int64_t i = 0; i < dh; i++) pairs[2 * i + 1] = 0;
+  int odd = slot % 2;
+  int64_t i = 0;
+  for (; i + LANES <= dh; i += LANES) {
+    uvec rounded = narrowed_vec(load(v + i));
+    store(v + i, (vec)(rounded << 16));
+    if (ends && !odd)
+      store((float *)(pairs + 2 * i), (vec)rounded);
+    else
+      store_every_second(pairs + 2 * i, rounded, odd);
+  }
+  for (; i < dh; i++) {
+    pairs[2 * i + odd] = narrowed(v[i]);
+    v[i] = widen1(pairs[2 * i + odd]);
+    if (ends && !odd) pairs[2 * i + 1] = 0;
+  }
 }
 
 static inline int ends_sequence(const batch_t *batch, int64_t m) {
@@ -84,11 +105,33 @@ static inline void place_head(const pass_t *p, const layer_t *layer, int64_t m, 
   int64_t block = batch->tables[batch->sequence[m] * batch->table_stride + position / KV_BLOCK];
   void *keys = keys_at(model, layer, block, h), *values = values_at(model, layer, block, h);
   if (model->is_narrow) {
-    place_key(model, layer->key_dims + h * model->key_errors, k, slot, keys);
     place_value(v, dh, slot, ends_sequence(batch, m), values);
+    place_key(model, layer->key_dims + h * model->key_errors, k, slot, keys);
   } else {
     place_wide(k, v, dh, slot, keys, values);
   }
+}
+
+static inline void fetch(const void *from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch((const char *)from + i);
+}
+
+/* Into the cache, what `place_head` will read and where it will write. */
+static inline void fetch_place(const pass_t *p, const layer_t *layer, int64_t m, int64_t h) {
+  const model_t *model = p->model;
+  const batch_t *batch = p->batch;
+  int64_t block = batch->tables[batch->sequence[m] * batch->table_stride +
+                                batch->positions[m] / KV_BLOCK];
+  int64_t bytes = word_bytes(model), value = model->head_dim * bytes;
+  int64_t keys = (model->head_dim + model->key_errors) * KV_BLOCK * bytes;
+  int64_t slot = batch->positions[m] % KV_BLOCK, head = model->head_dim * (int64_t)sizeof *p->q;
+  int64_t group = model->heads / model->kv_heads, at = m * model->kv_heads + h;
+  fetch(p->q + at * group * model->head_dim, group * head);
+  fetch(p->k + at * model->head_dim, head);
+  fetch(p->v + at * model->head_dim, head);
+  fetch(keys_at(model, layer, block, h), keys);
+  if (model->is_narrow) slot = slot / 2, value *= 2; /* two tokens side by side */
+  fetch((const char *)values_at(model, layer, block, h) + slot * value, value);
 }
 
 /* Norms of all heads together, of a row. */

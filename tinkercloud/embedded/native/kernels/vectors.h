@@ -119,15 +119,25 @@ static inline float dot(const float *x, const float *w, int64_t k) {
   return sum;
 }
 
-/* -INFINITY for none. */
+/* In each lane b, where not a is more: also where one of them is no number. */
+INLINE vec vec_max(vec a, vec b) {
+#if defined(__AVX512F__)
+  return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  ivec more = a > b;
+  return (vec)(((ivec)a & more) | ((ivec)b & ~more));
+#endif
+}
+
+/* -INFINITY for none; what is no number is passed over. */
 static inline float largest(const float *x, int64_t count) {
-  vec most = all(-INFINITY);
+  vec mosts[4]; /* one would wait for its own comparisons */
+  EACH(j, 4) mosts[j] = all(-INFINITY);
   int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    vec here = load(x + i);
-    ivec more = here > most;
-    most = (vec)(((ivec)here & more) | ((ivec)most & ~more));
-  }
+  for (; i + 4 * LANES <= count; i += 4 * LANES)
+    EACH(j, 4) mosts[j] = vec_max(load(x + i + j * LANES), mosts[j]);
+  vec most = vec_max(vec_max(mosts[0], mosts[1]), vec_max(mosts[2], mosts[3]));
+  for (; i + LANES <= count; i += LANES) most = vec_max(load(x + i), most);
   float top = -INFINITY;
   for (int j = 0; j < LANES; j++) top = MAX(top, most[j]);
   for (; i < count; i++) top = MAX(top, x[i]);
