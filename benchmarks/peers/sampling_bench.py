@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.lib.attention_work import num_pairs
 from benchmarks.lib.limits import Limits
 from benchmarks.lib.peers import Unavailable
 from benchmarks.lib.processes import awake, signal_family
@@ -43,9 +44,14 @@ class Case:
     @property
     def repeats(self) -> int:
         """Small loads are short, and a short time is easily disturbed."""
-        return (
-            5 if self.at_once == 1 else 3 if self.at_once <= 8 else 2 if self.at_once <= 32 else 1
-        )
+        return 5 if self.at_once == 1 else 3 if self.at_once <= 8 else 2
+
+    @property
+    def num_pairs(self) -> int:
+        """Of a query and a key that it sees; a shared prompt's are counted once."""
+        prompts = self.num_prompts * num_pairs(self.prompt_tokens)
+        whole = self.prompt_tokens + self.max_tokens
+        return prompts + self.at_once * num_pairs(whole, after=self.prompt_tokens)
 
     @property
     def work(self) -> float:
@@ -80,11 +86,12 @@ class Prompts:
 @dataclass(frozen=True)
 class Scale:
     """What a speed is held against. unembedding: the parameters that a prompt's rows do not pass
-    through, because nothing is drawn after them."""
+    through, because nothing is drawn after them. pair_flop: of a query and a key that it sees."""
 
     limits: Limits
     parameters: int
     unembedding: int
+    pair_flop: float
 
     def of_reads(self, row: "Measured") -> float:
         """Of the read bandwidth, all weights read once per token."""
@@ -92,9 +99,10 @@ class Scale:
         return read / (self.limits.read_gb_s * 1e9)
 
     def of_products(self, row: "Measured") -> float:
-        """Of the matrix throughput: two operations per parameter and row, the prompts' rows too."""
+        """Of the matrix throughput: two operations per parameter and row, the prompts' rows too,
+        and the products of attention."""
         prompts_s = row.prompt_tokens_s * (self.parameters - self.unembedding)
-        work = 2 * (row.tokens_s * self.parameters + prompts_s)
+        work = 2 * (row.tokens_s * self.parameters + prompts_s) + row.pairs_s * self.pair_flop
         return work / (self.limits.gflop_s[row.dtype] * 1e9)
 
 
@@ -122,6 +130,12 @@ class Measured:
         """The prompts' tokens, a shared one counted once, by the same time."""
         rows = self.case.num_prompts * self.case.prompt_tokens
         return 0.0 if self.fault else rows / self.wall_s
+
+    @property
+    def pairs_s(self) -> float:
+        """Of a query and a key, by the same time; where fewer tokens came, as many fewer."""
+        came = self.tokens / (self.case.at_once * self.case.max_tokens)
+        return 0.0 if self.fault else came * self.case.num_pairs / self.wall_s
 
     def cells(self, scale: Scale) -> tuple[Cell, ...]:
         alone = self.case.at_once == 1

@@ -29,7 +29,7 @@ class Start:
     @property
     def flop_per_token(self) -> float:
         """Forward 2 and gradient of the input 2 per frozen weight; for the adapter's weights their
-        own gradient too. Attention, norms, softmax and what is computed twice do not count."""
+        own gradient too. Norms, softmax and what is computed twice do not count."""
         shapes = self.config.linear_shapes()
         frozen = sum(rows * columns for rows, columns in shapes.values())
         adapter = sum(self.spec.rank * sum(shapes[m]) for m in adapted_modules(self.spec, shapes))

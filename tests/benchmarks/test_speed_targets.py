@@ -14,7 +14,7 @@ from benchmarks.peers.sampling_bench import Case, Measured
 from benchmarks.peers.sampling_bench import Scale as SamplingScale
 
 LIMITS = Limits(read_gb_s=1.0, gflop_s={"float32": 10.0, "bfloat16": 40.0})
-SCALE = SamplingScale(LIMITS, parameters=10**6, unembedding=0)
+SCALE = SamplingScale(LIMITS, parameters=10**6, unembedding=0, pair_flop=0.0)
 
 
 def judged(goals: list[Target]) -> dict[str, tuple[float, str]]:
@@ -68,7 +68,9 @@ def test_the_first_token_of_a_long_prompt_is_held_against_the_peer_that_is_soone
 
 # ---- training
 
-TRAINING_SCALE = training.Scale({"float32": 1.0, "bfloat16": 4.0}, {True: 10**7, False: 10**7})
+TRAINING_SCALE = training.Scale(
+    {"float32": 1.0, "bfloat16": 4.0}, {True: 10**7, False: 10**7}, {"8 x 8": 0.0}
+)
 
 
 def training_goals(dtype: str, in_use: str, tokens: Mapping[str, int]) -> dict[str, tuple]:
