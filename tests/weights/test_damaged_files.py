@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from tests.architectures.networks import random_network, write_gguf
 from tests.embedded.tiny import write_tiny_model
-from tests.fuzzing import LargestInput, fuzzing
+from tests.fuzzing import fuzzing
+from tests.peak_memory import PeakMemory
 from tinkercloud.core.types import LoraSpec
 from tinkercloud.errors import ConfigError, UserError
 from tinkercloud.weights.adapters import fresh_adapter, load_adapter, save_adapter
@@ -72,7 +73,7 @@ def check_damaged(path: Path, read: Callable[[], object], num_examples: int) -> 
     """What raises anything but `errors`, takes long or takes much memory, fails."""
     read()
     whole = path.read_bytes()
-    largest = LargestInput()
+    peak = PeakMemory()
 
     @fuzzing(num_examples, repeats=num_examples == FEW)
     @given(damages())
@@ -80,7 +81,7 @@ def check_damaged(path: Path, read: Callable[[], object], num_examples: int) -> 
         path.unlink()  # else a map of the last one would be cut
         path.write_bytes(damage(whole))
         begun = time.process_time()
-        with largest.one():
+        with peak.measured():
             try:
                 read()
             except (ConfigError, UserError) as error:
@@ -88,7 +89,7 @@ def check_damaged(path: Path, read: Callable[[], object], num_examples: int) -> 
         assert time.process_time() - begun < LONGEST_S
 
     check()
-    assert largest.num_bytes < MOST_BYTES
+    assert peak.num_bytes < MOST_BYTES
 
 
 @pytest.fixture(params=[FEW, pytest.param(MANY, marks=pytest.mark.slow)])

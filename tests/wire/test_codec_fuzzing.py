@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.test_data_converter import CONVERTER
-from tests.fuzzing import LargestInput, fuzzing
+from tests.fuzzing import fuzzing
+from tests.peak_memory import PeakMemory
 from tinkercloud.core.raw_batch import RawBatch
 from tinkercloud.core.types import TrainBatch
 from tinkercloud.errors import UserError
@@ -162,13 +163,13 @@ DECODERS: dict[str, tuple[Any, Any, Any]] = {
 def test_whatever_comes_is_decoded_or_refused(kind: str, num_examples: int) -> None:
     bodies, decode, use = DECODERS[kind]
     counts = {"decoded": 0, "refused": 0}
-    largest = LargestInput()
+    peak = PeakMemory()
 
     @fuzzing(num_examples, repeats=num_examples == FEW)
     @given(damaged(bodies))
     def check(body: bytes) -> None:
         begun = time.process_time()
-        with largest.one():
+        with peak.measured():
             try:
                 value = decode(body)
             except codec.WireError as error:
@@ -180,5 +181,5 @@ def test_whatever_comes_is_decoded_or_refused(kind: str, num_examples: int) -> N
         assert time.process_time() - begun < LONGEST_S
 
     check()
-    assert largest.num_bytes < MOST_BYTES
+    assert peak.num_bytes < MOST_BYTES
     assert min(counts.values()) > num_examples / 50, counts  # neither side is left out

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.peak_memory import PeakMemory, resident_bytes
 from tinkercloud.architectures.config import from_hf
 from tinkercloud.core.types import (
     AdamParams,
@@ -57,14 +58,6 @@ class Memory:
     used_bytes: int
 
 
-def resident_bytes(field: str = "RssAnon") -> int:
-    """RssAnon: without the pages of mapped files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"there is no {field}")
-
-
 def num_held(dtype: torch.dtype) -> int:
     """Weights, and in bfloat16 those of some inputs of each matrix once more."""
     again = packed_tensors.NUM_SALIENT if dtype == torch.bfloat16 else 0
@@ -96,11 +89,11 @@ def measured(folder: Path, dtype: torch.dtype) -> Memory:
     base = store.base("tiny")
     packed_tensors.pack = pack
     loaded = resident_bytes() - start
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    resident = resident_bytes("VmRSS")
-    for _ in range(2):
-        step(store)
-    used = loaded + resident_bytes("VmHWM") - resident
+    peak = PeakMemory()
+    with peak.measured():
+        for _ in range(2):
+            step(store)
+    used = loaded + peak.num_bytes
     assert isinstance(base.weights, packed_tensors.PackedTensors)
     copy = sum(m.packed.nbytes for n, m in base.weights.packed.matrices.items() if n != "lm_head")
     return Memory(copy, max(while_loading), loaded, used)

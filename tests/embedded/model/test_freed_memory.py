@@ -1,22 +1,12 @@
 """Freed memory goes back to the system, also where something between is still in use."""
 
-from pathlib import Path
-
 import pytest
 
+from tests.peak_memory import resident_bytes
 from tinkercloud.embedded.model import freed_memory
 
 PIECE = 64 * 1024  # small enough for the C library to keep
 NUM_PIECES = 2000
-
-
-def resident_bytes() -> int:
-    (line,) = [
-        line
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmRSS")
-    ]
-    return int(line.split()[1]) * 1024
 
 
 @pytest.mark.skipif(freed_memory._trim is None, reason="this C library gives nothing back")
@@ -27,7 +17,7 @@ def test_what_is_freed_between_pieces_in_use_is_given_back() -> None:
     kept = pieces[-1]  # the end of the heap cannot move past it
     del piece
     pieces.clear()
-    before = resident_bytes()
+    before = resident_bytes("VmRSS")
     freed_memory.give_back()
-    assert before - resident_bytes() > NUM_PIECES * PIECE / 2
+    assert before - resident_bytes("VmRSS") > NUM_PIECES * PIECE / 2
     assert len(kept) == PIECE

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tests.embedded.model.one_copy import resident_bytes
+from tests.peak_memory import PeakMemory
 from tinkercloud.architectures.config import from_hf
 from tinkercloud.core.types import (
     Datum,
@@ -92,10 +92,10 @@ def peak_of(score: Callable[[np.ndarray], np.ndarray], tokens: np.ndarray) -> tu
     """The most bytes above those before, once what stays has been made by a short text; and the sum
     of the log-probabilities."""
     score(tokens[:40])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident_bytes("VmRSS")
-    logprobs = score(tokens)
-    return resident_bytes("VmHWM") - before, float(logprobs.astype(np.float64).sum())
+    peak = PeakMemory()
+    with peak.measured():
+        logprobs = score(tokens)
+    return peak.num_bytes, float(logprobs.astype(np.float64).sum())
 
 
 def main() -> None:
