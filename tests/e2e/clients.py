@@ -5,8 +5,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pyqwest  # noqa: F401  (see below)
 
 from tests.serving import Server
+
+# The SDK imports pyqwest at its first request, amid a test, on a thread of its own. Before CPython
+# 3.12 an import fails ("KeyError", a thread's number; python/cpython issue 91351) where a garbage
+# collection within it runs a finalizer that imports too, and these tests leave much garbage.
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
