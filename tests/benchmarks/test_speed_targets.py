@@ -1,6 +1,6 @@
 """The aims of the speed benchmarks, some of which depend on the kernels' instruction set."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -69,7 +69,9 @@ def test_the_first_token_of_a_long_prompt_is_held_against_the_peer_that_is_soone
 # ---- training
 
 TRAINING_SCALE = training.Scale(
-    {"float32": 1.0, "bfloat16": 4.0}, {True: 10**7, False: 10**7}, {"8 x 8": 0.0}
+    {("8 x 8", "float32"): 1.0, ("8 x 8", "bfloat16"): 4.0},
+    {True: 10**7, False: 10**7},
+    {"8 x 8": 0.0},
 )
 
 
@@ -89,6 +91,27 @@ def test_bfloat16_training_is_held_against_the_fastest_of_peft(in_use: str, aim:
         "tokens/s over PEFT's best": (1.5, aim),
         "peak memory over PEFT, best": (1.8, "<= 0.45"),
     }
+
+
+def test_the_limit_of_a_batch_is_the_best_of_those_beside_our_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates, order = iter([400.0, 500.0]), list[str]()
+
+    def products(dtypes: Sequence[str], seconds: float) -> dict[str, float]:
+        order.append("limit")
+        return dict.fromkeys(dtypes, next(rates))
+
+    def run(bench: training.Bench, name: str, *_: object) -> None:
+        order.append(name)
+
+    monkeypatch.setattr(training, "products", products)
+    monkeypatch.setattr(training.Bench, "_run", run)
+    names = [training.OURS, training.BEST]
+    bench = training.Bench(Path(), Path(), {}, names, 1, (), 60.0, 3, 0.0)
+    assert bench.measure("2 x 8", [8, 8], "float32") == []
+    assert bench.limits == {("2 x 8", "float32"): 500.0}
+    assert order == ["limit", training.OURS, "limit", training.BEST]
 
 
 def test_float32_training_is_held_against_the_machines_limit():

@@ -1,5 +1,7 @@
 """Sampling for one model and training for another share the device: neither starves."""
 
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import torch
 from tests.embedded.process.worker_driver import Driver
 from tests.embedded.tiny import ask, random_prompt, supervised
 from tinkercloud.core.types import AdamParams, FromBase, FromModel, LoraSpec, TrainBatch
+from tinkercloud.embedded.model import freed_memory
 from tinkercloud.embedded.process import worker
 from tinkercloud.embedded.process.memory_budget import MemoryBudget
 from tinkercloud.embedded.process.protocol import (
@@ -97,6 +100,29 @@ def test_company_changes_no_result(driver: Driver) -> None:
     np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
     for ours, theirs in zip(trained.outputs, trained_together.outputs, strict=True):
         np.testing.assert_array_equal(ours["logprobs"], theirs["logprobs"])
+
+
+def test_what_training_has_freed_is_given_back_once_in_quiet_time(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back, quiet = list[float](), threading.Event()
+
+    def give_back() -> None:
+        given_back.append(time.monotonic())
+        quiet.set()
+
+    version = driver.call(Publish(FromBase("tiny")))
+    driver.call(CreateModel("m", "tiny", LoraSpec(rank=4, seed=0)))
+    monkeypatch.setattr(freed_memory, "give_back", give_back)
+    for _ in range(3):
+        driver.call(ForwardBackward("m", batch(20)))
+    trained = time.monotonic()
+    assert not given_back
+    assert quiet.wait(20)
+    assert given_back[0] - trained > worker.QUIET_S - 0.1
+    driver.call(Sample(version, ask(random_prompt(20, 1), max_tokens=8, use_eos=False)))
+    time.sleep(2 * worker.QUIET_S)
+    assert len(given_back) == 1
 
 
 def test_steps_of_sampling_are_short_after_training_of_somebody_else(

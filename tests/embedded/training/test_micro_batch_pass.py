@@ -15,9 +15,14 @@ from tinkercloud.architectures.llama import Llama
 from tinkercloud.core.types import Datum, LoraSpec, TrainBatch
 from tinkercloud.embedded.forward.row_invariance import is_row_invariant, pad_rows
 from tinkercloud.embedded.model.base_model import BaseModel
+from tinkercloud.embedded.native.compiler import library
 from tinkercloud.embedded.training import head as train_head
 from tinkercloud.embedded.training import micro_batch_pass, trainable_model
-from tinkercloud.embedded.training.attention import PackedAttention, bucket
+from tinkercloud.embedded.training.attention import (
+    CompiledAttentionGradient,
+    PackedAttention,
+    bucket,
+)
 from tinkercloud.embedded.training.block import neighbours
 from tinkercloud.embedded.training.context import causal_attention
 from tinkercloud.embedded.training.layout import lay_out
@@ -347,8 +352,16 @@ def assert_attention_equals(
         gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
         attention.backward(kept, dout, gradients)
     torch.testing.assert_close(out, right.detach())
-    for ours, theirs in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    found = [gradients]
+    if library() is not None:
+        dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
+        inputs = (q.detach(), k.detach(), v.detach(), dout)
+        compiled = CompiledAttentionGradient(sequences, num_rows)
+        compiled.write(inputs, Scoring(16**-0.5), (dq, dk, dv))
+        found.append([dq, dk, dv])
+    for ours in found:
+        for one, theirs in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkercloud.config import engine_environment, with_engine_key
+from tinkercloud.config import thread_environment, with_engine_key
 from tinkercloud.errors import EngineDied
 from tinkercloud.planning.plan import SglangArguments
 
@@ -132,7 +132,7 @@ class RolloutEngine:
         launch.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [*launch.command, *launch.options, "--host", host, "--port", str(port)]
         environment = {
-            **engine_environment(),
+            **thread_environment(),
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             **launch.environment,
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from tinkercloud.cluster.rollout.engine import free_port, port_was_taken
-from tinkercloud.config import engine_environment, with_engine_key
+from tinkercloud.config import thread_environment, with_engine_key
 from tinkercloud.errors import EngineDied
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class RolloutRouter:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=with_engine_key(engine_environment(), self._key),
+                env=with_engine_key(thread_environment(), self._key),
             )
 
     def _running(self) -> bool:

@@ -162,12 +162,14 @@ class AttentionGradient(c.Structure):
     _fields_ = (
         *(
             (name, c.c_int64)
-            for name in ("is_narrow", "batch", "length", "heads", "kv_heads", "head_dim", "window")
+            for name in ("is_narrow", "num_sequences", "heads", "kv_heads", "head_dim", "window")
         ),
         *((name, c.c_float) for name in ("scale", "cap")),
         *((name, c.c_void_p) for name in ("q", "k", "v", "dout")),
-        *((name, c.c_int64) for name in ("q_row", "k_row", "v_row", "dout_row")),
+        *((f"{name}_stride", c.c_int64) for name in ("q", "k", "v", "dout")),
         *((name, c.c_void_p) for name in ("dq", "dk", "dv")),
+        *((f"{name}_stride", c.c_int64) for name in ("dq", "dk", "dv")),
+        *((name, c.c_void_p) for name in ("starts", "rows", "out_rows", "owned")),
     )
 
 

@@ -1,4 +1,4 @@
-"""The compiled parts of a training pass's backward half: attention_gradient.c and train_rows.c.
+"""The compiled parts of a training pass's backward half that go row by row: train_rows.c.
 
 They read what the compiled forward pass has kept (layered_pass.py), in the model's number type;
 gradients, and what lies between layers, are float32. What a product of the forward pass has read is
@@ -16,9 +16,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.embedded.native.compiler import library
-from tinkercloud.embedded.native.structures import ACTIVATIONS, AttentionGradient
+from tinkercloud.embedded.native.structures import ACTIVATIONS
 from tinkercloud.embedded.native.team import Team
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -27,31 +26,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 def has_compiled_pass(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a model of this type on this device is trained by the compiled pass."""
     return device.type == "cpu" and dtype in DTYPES and library() is not None
-
-
-def attention_gradient(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scoring: Scoring
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of causal attention (`architectures.layers.attend`), whose gradient is dout;
-    gradients are float32. q and dout (B, Hq, L, Dh), k and v (B, Hkv, L, Dh): B sequences of
-    L rows; in memory (B, L, H, Dh), with or without gaps between rows. Raises MemoryError."""
-    batch, heads, length, size = q.shape
-    kv_heads = k.shape[1]
-    inputs = [_by_rows(x) for x in (q, k, v, dout)]
-    assert dout.dtype == torch.float32
-    gradients = [torch.empty(batch, length, h, size) for h in (heads, kv_heads, kv_heads)]
-    request = AttentionGradient(
-        *(_is_narrow(q), batch, length, heads, kv_heads, size),
-        *(scoring.window, scoring.scale, scoring.cap),
-        *(x.data_ptr() for x in inputs),
-        *(x.stride(1 if length > 1 else 0) for x in inputs),
-        *(x.data_ptr() for x in gradients),
-    )
-    with training_team() as team:
-        if team.library.attention_gradient(team.handle, c.byref(request)):
-            raise MemoryError(f"no memory for the gradient of attention over {length} tokens")
-    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
-    return dq, dk, dv
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -153,13 +127,3 @@ def _at(x: Tensor, dtype: torch.dtype = torch.float32) -> int:
     assert x.is_contiguous()
     assert x.dtype == dtype
     return x.data_ptr()
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    """(B, H, L, Dh) -> (B, L, H, Dh), whose rows lie behind each other."""
-    assert x.dtype in DTYPES
-    rows = x.transpose(1, 2)
-    _, length, heads, size = rows.shape
-    lies_so = rows.stride(3) == 1 and (heads == 1 or rows.stride(2) == size)
-    follow = 1 in (rows.shape[0], length) or rows.stride(0) == length * rows.stride(1)
-    return rows if lies_so and follow else rows.contiguous()

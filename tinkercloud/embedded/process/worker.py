@@ -29,6 +29,7 @@ from tinkercloud.embedded.draft_training.online_trainer import (
 )
 from tinkercloud.embedded.draft_training.online_trainers import OnlineTrainers
 from tinkercloud.embedded.fairness.recent_users import SLICE_S
+from tinkercloud.embedded.model import freed_memory
 from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.device import (
     choose_device,
@@ -106,6 +107,7 @@ class Worker:
         self._last_stats_s = 0.0
         self._worked_s = 0.0  # since a model's optimizer step
         self._last_work_s = time.monotonic()  # for a client
+        self._keeps_freed_memory = False
 
     def run(self) -> None:
         """Serve until the API process is gone (None in the inbox)."""
@@ -191,14 +193,18 @@ class Worker:
         return not self._engine.busy and not self._training
 
     def _rest(self) -> bool:
-        """There is nothing to do: waits for messages, and in quiet time trains drafts meanwhile."""
-        if not self._drafts.are_due_in_quiet:
+        """There is nothing to do: waits for messages. In quiet time gives back the memory that
+        training has freed, and trains drafts."""
+        if not self._keeps_freed_memory and not self._drafts.are_due_in_quiet:
             return self._take_messages(wait_s=None)
         quiet_at_s = self._last_work_s + QUIET_S
         if not self._take_messages(wait_s=max(quiet_at_s - time.monotonic(), 0.0)):
             return False
-        if time.monotonic() < quiet_at_s:
+        if time.monotonic() < quiet_at_s or not self._is_idle:
             return True
+        if self._keeps_freed_memory:
+            freed_memory.give_back()
+            self._keeps_freed_memory = False
         while self._inbox.empty() and self._is_idle and self._drafts.are_due_in_quiet:
             self._drafts.work(quiet=True)
             self._report()
@@ -229,6 +235,7 @@ class Worker:
         elif has_training:
             self._train_slice()
             self._memory.worked(TRAINING)
+            self._keeps_freed_memory = True
         both = has_samples and has_training and self._engine.busy and bool(self._training)
         now = time.monotonic()
         took_s = now - began

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinkercloud.architectures.blocks import Scoring
 from tinkercloud.architectures.layers import attend_many
-from tinkercloud.embedded.native.train_bindings import attention_gradient
+from tinkercloud.embedded.native.attention_gradient import Entries, attention_gradient
 from tinkercloud.embedded.training.layout import first_owners
 
 
@@ -42,16 +42,12 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class _BucketActivations:
-    """What the gradient of one bucket needs: q, k and v, how they were scored, and autograd's
-    result, or None where the compiled pass attended."""
+    """What the gradient of one bucket needs: q, k and v, and autograd's result."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
-    scoring: Scoring
-    out: Tensor | None
+    out: Tensor
 
     def gradient(self, dout: Tensor) -> tuple[Tensor, ...]:
-        if self.out is None:
-            return attention_gradient(*self.inputs, dout, self.scoring)
         return torch.autograd.grad(self.out, self.inputs, dout)
 
 
@@ -92,7 +88,7 @@ class PackedAttention:
             with torch.set_grad_enabled(keep):
                 out = attend_many(bq, bk, bv, scoring)
             if keep:
-                kept.append(_BucketActivations((bq, bk, bv), scoring, out))
+                kept.append(_BucketActivations((bq, bk, bv), out))
             packed = _packed(out.detach())
             if len(self._buckets) == 1 and at.owned is None:
                 return packed, kept
@@ -100,15 +96,6 @@ class PackedAttention:
             _put(whole, packed, at)
         assert whole is not None, "a pass has at least one sequence"
         return whole, kept
-
-    def activations(
-        self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
-    ) -> AttentionActivations:
-        """For `backward`, of rows that the compiled pass has attended with."""
-        return [
-            _BucketActivations((_rows(q, at), _rows(k, at), _rows(v, at)), scoring, None)
-            for at in self._buckets
-        ]
 
     def backward(self, kept: AttentionActivations, dout: Tensor, into: Sequence[Tensor]) -> None:
         """Write dq, dk and dv to the three tensors of `into`, shaped as q, k and v were."""
@@ -123,6 +110,41 @@ class PackedAttention:
                 continue
             for at, of_bucket in zip(self._buckets, grads, strict=True):
                 _put(target, of_bucket[i], at)
+
+
+class CompiledAttentionGradient:
+    """The gradient of attention for sequences of rows that the compiled pass has attended with.
+    They may share rows and together have all of them."""
+
+    def __init__(self, sequences: Sequence[NDArray[np.int64]], num_rows: int):
+        # Threads end together where short ones come last.
+        order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+        rows = np.concatenate([sequences[index] for index in order])
+        lengths = [len(sequences[index]) for index in order]
+        places = _Places(sequences, num_rows)
+        owned = places.add(rows, np.ones(len(rows), np.bool_), np.repeat(order, lengths))
+        self._sums = places.sums(torch.device("cpu"))
+        self._entries = Entries(
+            starts=np.cumsum([0, *lengths]),
+            rows=rows,
+            out_rows=rows if self._sums is None else np.arange(len(rows)),
+            owned=None if self._sums is None else owned,
+        )
+
+    def write(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        scoring: Scoring,
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """As `attention_gradient`; of a shared row, the sum of its sequences' gradients."""
+        if self._sums is None:
+            attention_gradient(inputs, self._entries, scoring, into)
+            return
+        dq, dk, dv = (torch.empty(len(self._entries.rows), *x.shape[1:]) for x in into)
+        attention_gradient(inputs, self._entries, scoring, (dq, dk, dv))
+        for target, by_entry in zip(into, (dq, dk, dv), strict=True):
+            self._sums.put(target, by_entry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinkercloud.architectures.layers import norm_scale, norm_slope
 from tinkercloud.architectures.llama import Llama
-from tinkercloud.embedded.training.attention import AttentionActivations, PackedAttention
+from tinkercloud.embedded.training.attention import AttentionActivations
 from tinkercloud.embedded.training.linear import Group, Linears, Segment
 from tinkercloud.embedded.training.rowwise import RowWise
 
@@ -58,10 +58,6 @@ class Blocks(ABC):
         self._tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in tables]
         self._rowwise = rowwise
 
-    @property
-    @abstractmethod
-    def attention(self) -> PackedAttention: ...
-
     @abstractmethod
     def embed(self) -> Tensor:
         """(T, D)."""
@@ -77,6 +73,17 @@ class Blocks(ABC):
     @abstractmethod
     def final_norm(self, x: Tensor) -> Tensor:
         """Of what the last block put out just now."""
+        ...
+
+    @abstractmethod
+    def _attention_backward(
+        self,
+        index: int,
+        saved: BlockActivations,
+        dmixed: Tensor,
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """dmixed (T, Hq, Dh); dq, dk and dv go to `into`, shaped as q, k and v."""
         ...
 
     def final_norm_backward(self, x: Tensor, dy: Tensor) -> Tensor:
@@ -121,13 +128,7 @@ class Blocks(ABC):
         dmixed = self._back((f"{path}.self_attn.o_proj",), mixed, dout)
         dqkv = dmixed.new_empty(len(dmixed), self._sizes()[-1])
         dq, dk, dv = self._split_heads(dqkv)
-        kept = saved.attention
-        scoring = self._config.scoring(index)
-        if isinstance(kept, tuple):
-            activations = self.attention.activations(*kept, scoring)
-        else:
-            activations = kept
-        self.attention.backward(activations, dmixed.view_as(dq), (dq, dk, dv))
+        self._attention_backward(index, saved, dmixed.view_as(dq), (dq, dk, dv))
         self._rotate(index, dq, dk, back=True)
         if saved.heads is not None:
             self._heads_back(path, saved.heads, dq, dk)

@@ -21,7 +21,7 @@ from tinkercloud.embedded.native.bindings import NativeModel, log_sum_exp
 from tinkercloud.embedded.native.layered_pass import LayeredPass, Rows
 from tinkercloud.embedded.native.linear_gradient import Gates, Outputs
 from tinkercloud.embedded.native.scores import Targets
-from tinkercloud.embedded.training.attention import PackedAttention
+from tinkercloud.embedded.training.attention import CompiledAttentionGradient
 from tinkercloud.embedded.training.block import BlockActivations, Blocks, gate_names
 from tinkercloud.embedded.training.head import Pairs
 from tinkercloud.embedded.training.layout import Layout
@@ -42,10 +42,8 @@ class CompiledBlocks(Blocks):
         self.layers = _layered_pass(base, layout, linears, segments, table)
 
     @cached_property
-    def attention(self) -> PackedAttention:
-        """Of the backward half."""
-        sequences, num_rows = self._layout.sequences(), len(self._layout.tokens)
-        return PackedAttention(sequences, num_rows, torch.device("cpu"))
+    def _attention_gradient(self) -> CompiledAttentionGradient:
+        return CompiledAttentionGradient(self._layout.sequences(), len(self._layout.tokens))
 
     def embed(self) -> Tensor:
         return self.layers.embed()
@@ -63,6 +61,17 @@ class CompiledBlocks(Blocks):
         outs = (kept.mixed_out, kept.fed_out)
         saved = BlockActivations(x, kept.raw, attention, kept.mixed, kept.middle, kept.gates, outs)
         return out, saved
+
+    def _attention_backward(
+        self,
+        index: int,
+        saved: BlockActivations,
+        dmixed: Tensor,
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        assert isinstance(saved.attention, tuple)
+        scoring = self._config.scoring(index)
+        self._attention_gradient.write((*saved.attention, dmixed), scoring, into)
 
     def _gates_backward(self, path: str, normed: Tensor, gates: Tensor, dout: Tensor) -> Tensor:
         if not self._linears.fuses:

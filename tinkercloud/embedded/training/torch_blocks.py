@@ -41,10 +41,6 @@ class TorchBlocks(Blocks):
         num_rows = len(layout.tokens)
         self._attention = PackedAttention(layout.sequences(), num_rows, base.device, exact=exact)
 
-    @property
-    def attention(self) -> PackedAttention:
-        return self._attention
-
     def embed(self) -> Tensor:
         x = torch.nn.functional.embedding(self._tokens, self._linears.weight("model.embed_tokens"))
         scale = self._config.embedding_scale
@@ -77,6 +73,16 @@ class TorchBlocks(Blocks):
             fed_out if norms.after_mlp else None,
         )
         return out, BlockActivations(x, heads, attention, mixed, middle, gates, outs)
+
+    def _attention_backward(
+        self,
+        index: int,
+        saved: BlockActivations,
+        dmixed: Tensor,
+        into: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        assert isinstance(saved.attention, list)
+        self._attention.backward(saved.attention, dmixed, into)
 
     def _added(self, path: str, norm: str | None, out: Tensor) -> Tensor:
         """What is added to the residual for what a module has put out; `out` itself where nothing

@@ -10,7 +10,7 @@
    (pairs.h), as floats in the order of the pairs' instruction, with the same bits. Elsewhere dO, P and
    dS are float.
 
-   Names: L rows of a sequence, Hq / Hkv query and key/value heads, Dh head size. */
+   Names: L rows of a sequence, its entries in gradients.h; Hq / Hkv query and key/value heads, Dh head size. */
 
 #include <math.h>
 #include <stdlib.h>
@@ -30,7 +30,8 @@
 /* ---- one query head */
 
 typedef struct {
-  int64_t length, width, stride; /* width: Dh, stride: of rows of S, both with their padding */
+  int64_t first, length;         /* the sequence's entries */
+  int64_t width, stride;         /* Dh, and of rows of S, both with their padding */
   int64_t rows;                  /* numbers of [L and padding][width] */
   int kind;                      /* of words */
   float *keys;                   /* words [L][width], by pairs of rows */
@@ -45,13 +46,13 @@ typedef struct {
   float *dkv, *dkv_sum;          /* memory for both, and of all heads that read these keys */
 } work_t;
 
-/* Puts the arrays into `memory`; returns how many numbers they are. */
-static size_t place(const attention_gradient_t *a, work_t *w, float *memory) {
-  int64_t padded = ROUND_UP(a->length, PANEL), turned = padded * a->head_dim;
-  w->length = a->length;
+/* Puts the arrays for a sequence of that length into `memory`; returns how many numbers they are. */
+static size_t place(const attention_gradient_t *a, int64_t length, work_t *w, float *memory) {
+  int64_t padded = ROUND_UP(length, PANEL), turned = padded * a->head_dim;
+  w->length = length;
   w->width = ROUND_UP(a->head_dim, LANES);
   w->stride = padded + LANES; /* rows a power of two apart would share few lines of the cache */
-  w->rows = ROUND_UP(a->length, TILE_ROWS) * w->width;
+  w->rows = ROUND_UP(length, TILE_ROWS) * w->width;
   w->kind = !(HAS_PAIRS && a->is_narrow) ? FLOATS : widens_pairs() ? ROUNDED : PAIRS;
   int64_t block = BLOCK * w->width, wide = BLOCK * w->stride;
   int64_t block_pairs = w->kind == PAIRS ? block / 2 : 0;
@@ -81,13 +82,13 @@ INLINE int64_t words(const work_t *w, int64_t count) {
   return w->kind == PAIRS ? (count + 1) / 2 : count;
 }
 
-static void turn(const attention_gradient_t *a, const void *from, int64_t row, int64_t first,
-                 work_t *w, float *to) {
+static void turn(const attention_gradient_t *a, const void *from, int64_t stride, int64_t column,
+                 const work_t *w, float *to) {
   float one[w->width], pairs[w->width];
   int64_t padded = ROUND_UP(w->length, PANEL), size = a->head_dim, depth = words(w, size);
   for (int64_t l = 0; l < padded; l++) {
     if (l < w->length)
-      read_numbers(a->is_narrow, from, first + l * row, one, size);
+      read_numbers(a->is_narrow, from, a->rows[w->first + l] * stride + column, one, size);
     else
       memset(one, 0, sizeof one);
     if (w->kind == PAIRS) pair_columns(one, w->width, pairs);
@@ -135,18 +136,20 @@ static void pair_block(const float *floats, int64_t stride, int64_t rows, int64_
     pair_columns(floats + r * stride, ROUND_UP(count, 2), of_columns + r * stride / 2);
 }
 
-static void read_block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head,
-                       int64_t from, int64_t count, int64_t rows) {
+static void read_block(const attention_gradient_t *a, work_t *w, int64_t head, int64_t from,
+                       int64_t count, int64_t rows) {
   int64_t size = a->head_dim;
   for (int64_t r = 0; r < rows; r++) {
-    int64_t row = b * w->length + from + r;
+    int64_t entry = w->first + from + r, row = r < count ? a->rows[entry] : 0;
     float *q = w->q + r * w->width, *dout = w->dout + r * w->width;
-    if (r < count) {
-      read_numbers(a->is_narrow, a->q, row * a->q_row + head * size, q, size);
-      read_numbers(0, a->dout, row * a->dout_row + head * size, dout, size);
+    if (r < count)
+      read_numbers(a->is_narrow, a->q, row * a->q_stride + head * size, q, size);
+    else
+      memset(q, 0, (size_t)w->width * sizeof *q);
+    if (r < count && (a->owned == NULL || a->owned[entry])) {
+      read_numbers(0, a->dout, row * a->dout_stride + head * size, dout, size);
       if (w->kind == ROUNDED) round_row(dout, size);
     } else {
-      memset(q, 0, (size_t)w->width * sizeof *q);
       memset(dout, 0, (size_t)w->width * sizeof *dout);
     }
   }
@@ -155,11 +158,11 @@ static void read_block(const attention_gradient_t *a, work_t *w, int64_t b, int6
   pair_block(w->dout, w->width, rows, w->width, w->dout_rows, w->dout_columns);
 }
 
-static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head, int64_t from) {
+static void block(const attention_gradient_t *a, work_t *w, int64_t head, int64_t from) {
   int64_t size = a->head_dim, count = MIN(BLOCK, w->length - from), seen = from + count;
   int64_t rows = ROUND_UP(count, TILE_ROWS), keys = ROUND_UP(seen, LANES), depth = words(w, size);
   int kind = w->kind, pairs = kind == PAIRS;
-  read_block(a, w, b, head, from, count, rows);
+  read_block(a, w, head, from, count, rows);
   left_t q = {pairs ? w->q_columns : w->q, words(w, w->width), 1};
   left_t dout = {pairs ? w->dout_columns : w->dout, words(w, w->width), 1};
   for (int64_t n = 0; n < keys; n += PANEL) {
@@ -187,7 +190,7 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
           (left_t){pairs ? w->dscores_columns : w->dscores, words(w, w->stride), 1},
           (right_t){w->keys, w->width}, rows, words(w, seen), w->width, 1, kind);
   for (int64_t r = 0; r < count; r++)
-    write_numbers(0, a->dq, ((b * w->length + from + r) * a->heads + head) * size,
+    write_numbers(0, a->dq, a->out_rows[w->first + from + r] * a->dq_stride + head * size,
                   w->dq + r * w->width, size);
   product((out_t){w->dk, w->width}, (left_t){pairs ? w->dscores_rows : w->dscores, 1, w->stride},
           (right_t){pairs ? w->q_rows : w->q, w->width}, reached, words(w, rows), w->width, 0, kind);
@@ -200,64 +203,80 @@ static void block(const attention_gradient_t *a, work_t *w, int64_t b, int64_t h
    where that would leave threads idle. Heads are added up in their order either way, from memory of
    each head's own: added where they are computed, their order would be that of the threads. */
 
-static void read_keys(const attention_gradient_t *a, work_t *w, int64_t b, int64_t kv_head) {
-  int64_t size = a->head_dim, first = b * w->length;
+static void read_keys(const attention_gradient_t *a, work_t *w, int64_t kv_head) {
+  int64_t size = a->head_dim, column = kv_head * size;
   float rows[2][w->width];
   for (int64_t l = 0; l < w->length; l++) {
     float *row = w->kind == PAIRS ? rows[l % 2] : w->keys + l * w->width;
-    read_numbers(a->is_narrow, a->k, (first + l) * a->k_row + kv_head * size, row, size);
+    read_numbers(a->is_narrow, a->k, a->rows[w->first + l] * a->k_stride + column, row, size);
     if (w->kind != PAIRS || (l % 2 == 0 && l + 1 < w->length)) continue;
     if (l % 2 == 0) memset(rows[1], 0, sizeof rows[1]);
     pair_rows(rows[0], rows[1], w->width, w->keys + l / 2 * w->width);
   }
-  turn(a, a->k, a->k_row, first * a->k_row + kv_head * size, w, w->keys_t);
-  turn(a, a->v, a->v_row, first * a->v_row + kv_head * size, w, w->values_t);
+  turn(a, a->k, a->k_stride, column, w, w->keys_t);
+  turn(a, a->v, a->v_stride, column, w, w->values_t);
 }
 
-static void one_head(const attention_gradient_t *a, work_t *w, int64_t b, int64_t head,
-                     float *dkv) {
+static void one_head(const attention_gradient_t *a, work_t *w, int64_t head, float *dkv) {
   memset(dkv, 0, (size_t)(2 * w->rows) * sizeof *dkv);
   w->dk = dkv;
   w->dv = dkv + w->rows;
-  for (int64_t from = 0; from < w->length; from += BLOCK) block(a, w, b, head, from);
+  for (int64_t from = 0; from < w->length; from += BLOCK) block(a, w, head, from);
 }
 
 static void add(const work_t *w, const float *dkv) {
   for (int64_t i = 0; i < 2 * w->rows; i++) w->dkv_sum[i] += dkv[i];
 }
 
-static void write_keys(const attention_gradient_t *a, const work_t *w, int64_t b, int64_t kv_head) {
+static void write_keys(const attention_gradient_t *a, const work_t *w, int64_t kv_head) {
+  int64_t size = a->head_dim, column = kv_head * size;
   for (int64_t l = 0; l < w->length; l++) {
-    int64_t at = ((b * w->length + l) * a->kv_heads + kv_head) * a->head_dim;
+    int64_t row = a->out_rows[w->first + l];
     const float *dk = w->dkv_sum + l * w->width, *dv = dk + w->rows;
-    write_numbers(0, a->dk, at, dk, a->head_dim);
-    write_numbers(0, a->dv, at, dv, a->head_dim);
+    write_numbers(0, a->dk, row * a->dk_stride + column, dk, size);
+    write_numbers(0, a->dv, row * a->dv_stride + column, dv, size);
   }
 }
 
 typedef struct {
   attention_gradient_t *a;
-  float *memory, *dkv; /* each thread's own, and [B][Hq][2 rows] or NULL */
+  float *memory, *dkv; /* each thread's own, and of all heads or NULL */
   size_t own;
   atomic_long next;
 } job_t;
+
+/* What thread `rank` computes that sequence's heads with. */
+static work_t work_of(const job_t *job, int rank, int64_t sequence) {
+  const int64_t *starts = job->a->starts + sequence;
+  work_t w = {.first = starts[0]};
+  place(job->a, starts[1] - starts[0], &w, job->memory + (size_t)rank * job->own);
+  return w;
+}
+
+/* All sequences' gradients of keys and values, before heads are added up: how many numbers lie
+   before those of a head, [2][rows] of each. */
+static size_t before(const attention_gradient_t *a, const work_t *w, int64_t sequence,
+                     int64_t head) {
+  int64_t rows = a->starts[sequence] + sequence * TILE_ROWS; /* with their padding */
+  return (size_t)(2 * (rows * w->width * a->heads + head * w->rows));
+}
 
 static void run_by_keys(team_t *team, int rank, void *argument) {
   (void)team;
   job_t *job = argument;
   const attention_gradient_t *a = job->a;
-  work_t w;
-  place(a, &w, job->memory + (size_t)rank * job->own);
-  for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < a->batch * a->kv_heads;) {
-    int64_t b = task / a->kv_heads, kv_head = task % a->kv_heads, group = a->heads / a->kv_heads;
-    if (job->dkv == NULL) read_keys(a, &w, b, kv_head);
+  int64_t group = a->heads / a->kv_heads, tasks = a->num_sequences * a->kv_heads;
+  for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < tasks;) {
+    int64_t sequence = task / a->kv_heads, kv_head = task % a->kv_heads;
+    work_t w = work_of(job, rank, sequence);
+    if (job->dkv == NULL) read_keys(a, &w, kv_head);
     memset(w.dkv_sum, 0, (size_t)(2 * w.rows) * sizeof(float));
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
-      float *dkv = job->dkv == NULL ? w.dkv : job->dkv + (b * a->heads + head) * 2 * w.rows;
-      if (job->dkv == NULL) one_head(a, &w, b, head, dkv);
+      float *dkv = job->dkv == NULL ? w.dkv : job->dkv + before(a, &w, sequence, head);
+      if (job->dkv == NULL) one_head(a, &w, head, dkv);
       add(&w, dkv);
     }
-    write_keys(a, &w, b, kv_head);
+    write_keys(a, &w, kv_head);
   }
 }
 
@@ -265,21 +284,23 @@ static void run_by_head(team_t *team, int rank, void *argument) {
   (void)team;
   job_t *job = argument;
   const attention_gradient_t *a = job->a;
-  work_t w;
-  place(a, &w, job->memory + (size_t)rank * job->own);
-  for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < a->batch * a->heads;) {
-    int64_t b = task / a->heads, head = task % a->heads;
-    read_keys(a, &w, b, head / (a->heads / a->kv_heads));
-    one_head(a, &w, b, head, job->dkv + task * 2 * w.rows);
+  for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < a->num_sequences * a->heads;) {
+    int64_t sequence = task / a->heads, head = task % a->heads;
+    work_t w = work_of(job, rank, sequence);
+    read_keys(a, &w, head / (a->heads / a->kv_heads));
+    one_head(a, &w, head, job->dkv + before(a, &w, sequence, head));
   }
 }
 
 /* 0, or -1 when there is no memory. */
 int attention_gradient(team_t *team, attention_gradient_t *a) {
   work_t w;
-  size_t own = place(a, &w, NULL);
-  int by_head = team->size > 1 && a->batch * a->kv_heads < TASKS_PER_THREAD * team->size;
-  size_t shared = by_head ? (size_t)(a->batch * a->heads * 2 * w.rows) : 0;
+  int64_t longest = 0;
+  for (int64_t s = 0; s < a->num_sequences; s++)
+    longest = MAX(longest, a->starts[s + 1] - a->starts[s]);
+  size_t own = place(a, longest, &w, NULL);
+  int by_head = team->size > 1 && a->num_sequences * a->kv_heads < TASKS_PER_THREAD * team->size;
+  size_t shared = by_head ? before(a, &w, a->num_sequences, 0) : 0;
   float *memory = scratch(team, ((size_t)team->size * own + shared) * sizeof(float));
   if (memory == NULL) return -1;
   job_t job = {a, memory, by_head ? memory + (size_t)team->size * own : NULL, own, 0};

@@ -8,17 +8,20 @@
 #include "team.h"
 #include "vectors.h"
 
-/* q, k and v are float, or narrow where `is_narrow`; entry (b, l, h, d) of a tensor lies at
-   (b L + l) row + h Dh + d. Gradients are float; results are written without gaps: a row is
-   H Dh. */
+/* Sequence s has the entries from starts[s] up to starts[s + 1], each a row of q, k, v and dout,
+   which several sequences may share, and a row of its own of dq, dk and dv. Row r of a tensor begins
+   at r times its stride in numbers; q, k and v are float, or narrow where `is_narrow`. */
 typedef struct {
-  int64_t is_narrow, batch, length, heads, kv_heads, head_dim;
+  int64_t is_narrow, num_sequences, heads, kv_heads, head_dim;
   int64_t window;   /* as in network.h, and cap */
   float scale, cap;
   const void *q, *k, *v;
   const float *dout;
-  int64_t q_row, k_row, v_row, dout_row;
+  int64_t q_stride, k_stride, v_stride, dout_stride;
   float *dq, *dk, *dv;
+  int64_t dq_stride, dk_stride, dv_stride;
+  const int64_t *starts, *rows, *out_rows; /* of entries, but for starts */
+  const uint8_t *owned; /* by entry: whether dout is its own, not zero; NULL: of all */
 } attention_gradient_t;
 
 /* One of some modules that read the same rows. */
