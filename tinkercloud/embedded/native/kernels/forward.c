@@ -154,7 +154,7 @@ static void norm_middle(walk_t *w, int64_t index) {
 
 static void gate(walk_t *w, int64_t index) {
   const pass_t *p = w->p;
-  output_t outputs[] = {output_of(w, index, GATE, p->gate), output_of(w, index, UP, p->up)};
+  output_t outputs[] = {output_of(w, index, GATE, NULL), output_of(w, index, UP, NULL)};
   const kept_t *kept = kept_of(w, index);
   const normed_t *x = &w->normed;
   output_t down = output_of(w, index, DOWN, NULL);
@@ -315,10 +315,10 @@ static int64_t lay_out(pass_t *p, int threads, float *memory) {
   int64_t rows = p->batch->rows, floats = 0;
   int64_t q_size = model->heads * model->head_dim, kv_size = model->kv_heads * model->head_dim;
   int64_t normed = p->num_normed * model->hidden;
-  int64_t sizes[] = {model->hidden, normed,       q_size,       kv_size,       kv_size,
-                     q_size,        model->inner, model->inner, p->low_stride, model->hidden};
-  float **places[] = {&p->x,     &p->normed, &p->q,  &p->k,   &p->v,
-                      &p->mixed, &p->gate,   &p->up, &p->low, &p->chosen};
+  int64_t sizes[] = {model->hidden, normed,       q_size,        kv_size,      kv_size,
+                     q_size,        model->inner, p->low_stride, model->hidden};
+  float **places[] = {&p->x,     &p->normed, &p->q,   &p->k,      &p->v,
+                      &p->mixed, &p->gate,   &p->low, &p->chosen};
   static_assert(COUNT(sizes) == COUNT(places), "an array of a pass has no size");
   for (int i = 0; i < COUNT(places); i++) {
     *places[i] = memory + floats;

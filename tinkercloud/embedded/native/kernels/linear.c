@@ -4,11 +4,13 @@
    has just computed these: so every number of y is written by one thread, in one order. */
 
 #include "activations.h"
+#include "packing.h"
 #include "pass.h"
 #include "product.h"
 
 #define LOW_RANK_ROWS 32 /* that a task takes */
 #define LOW_RANK_PANELS 3
+#define PLACES_AHEAD 8   /* rows */
 #define MOST_OUTPUTS 3   /* modules that read the same rows */
 
 /* Segments over the chosen rows instead of the batch's. */
@@ -123,23 +125,37 @@ typedef struct {
   int64_t stride;
 } gates_t;
 
-/* The gated product into gate, on some columns. down: what reads it. kept: see multiply_gates. */
+/* The places of row m that gate_rows writes to, before it does: they are in no cache. */
+static void fetch_places(const pass_t *p, int64_t m, range_t cols, int is_wide, char *kept) {
+  int64_t inner = p->model->inner, size = number_bytes(p->model->is_narrow);
+  for (int64_t i = cols.first; is_wide && i < cols.end; i += LINE)
+    __builtin_prefetch(p->gate + m * inner + i, 1);
+  for (int64_t at = cols.first * size; kept && at < cols.end * size; at += LINE_BYTES) {
+    __builtin_prefetch(kept + 2 * m * inner * size + at, 1);
+    __builtin_prefetch(kept + (2 * m + 1) * inner * size + at, 1);
+  }
+}
+
+/* The gated product on some columns. down: what reads it; is_wide: as floats, of p->gate. kept: see
+   multiply_gates. */
 static void gate_rows(const pass_t *p, const linear_t *down, const gates_t *gates, range_t rows,
-                      range_t cols, void *kept) {
+                      range_t cols, int is_wide, void *kept) {
   int64_t inner = p->model->inner, activation = p->model->activation;
   for (int64_t m = rows.first; m < rows.end; m++) {
     float *gate = gates->gate + m * gates->stride, *up = gates->up + m * gates->stride;
+    float *product = is_wide ? p->gate + m * inner : gate;
     int64_t i = cols.first, is_narrow = p->model->is_narrow;
+    if (m + PLACES_AHEAD < rows.end) fetch_places(p, m + PLACES_AHEAD, cols, is_wide, kept);
     if (kept) {
       write_numbers(is_narrow, kept, 2 * m * inner + i, gate + i, cols.end - i);
       write_numbers(is_narrow, kept, (2 * m + 1) * inner + i, up + i, cols.end - i);
     }
     for (; i + LANES <= cols.end; i += LANES)
-      store(gate + i, gated(activation, load(gate + i), load(up + i)));
-    for (; i < cols.end; i++) gate[i] = gated1(activation, gate[i], up[i]);
+      store(product + i, gated(activation, load(gate + i), load(up + i)));
+    for (; i < cols.end; i++) product[i] = gated1(activation, gate[i], up[i]);
     if (is_narrow) {
       int64_t first = cols.first, count = cols.end - cols.first;
-      round_inputs(down, &p->narrow_rows[GATED], m, first, count, gate + first);
+      round_inputs(down, &p->narrow_rows[GATED], m, first, count, product + first);
     }
   }
 }
@@ -149,9 +165,8 @@ static void gate_rows(const pass_t *p, const linear_t *down, const gates_t *gate
 static int64_t task_stride(const cut_t *cut) { return (cut->panels | 1) * PANEL; }
 
 int64_t gates_size(const pass_t *p) {
-  if (!p->model->is_narrow) return 0;
   const linear_t *linear = &p->model->layers[0].linear[GATE];
-  cut_t cut = cut_product(p->batch->rows, 1, linear->width, linear->out);
+  cut_t cut = cut_product(p->batch->rows, p->model->is_narrow, linear->width, linear->out);
   return 2 * cut.rows * task_stride(&cut);
 }
 
@@ -162,13 +177,12 @@ static gates_t gates_of(const walk_t *w, const cut_t *cut, range_t rows, range_t
 }
 
 /* Gate and up, and what comes of them, of the same columns by the same thread while they are in its
-   cache. `down` reads whole rows and so has to wait for the stage's end. Where it reads narrow ones
-   alone, nobody else sees these numbers. kept: where both are kept side by side, numbers
+   cache. `down` reads whole rows and so has to wait for the stage's end. kept: where both are kept side by side, numbers
    [rows][2 F], or NULL. */
 void multiply_gates(walk_t *w, const read_t *read, const output_t *down, void *kept) {
   const pass_t *p = w->p;
   int adapted = multiply_low_rank(w, read);
-  int is_own = p->model->is_narrow && !has_adapter(p, down, 1);
+  int is_wide = !p->model->is_narrow || has_adapter(p, down, 1);
   int64_t inner = p->model->inner;
   cut_t cut = cut_of(p, read, 0);
   output_t outputs[] = {read->outputs[0], read->outputs[1]};
@@ -178,13 +192,13 @@ void multiply_gates(walk_t *w, const read_t *read, const output_t *down, void *k
     range_t rows = part_of(read->rows, cut.rows, task / cut.panel_tasks);
     range_t panels = part_of(panels_of(inner), cut.panels, task % cut.panel_tasks);
     range_t cols = {panels.first * PANEL, MIN(panels.end * PANEL, inner)};
-    gates_t gates = is_own ? gates_of(w, &cut, rows, cols) : (gates_t){p->gate, p->up, inner};
+    gates_t gates = gates_of(w, &cut, rows, cols);
     outputs[0].y = gates.gate;
     outputs[1].y = gates.up;
     outputs[0].y_stride = outputs[1].y_stride = gates.stride;
     multiply_part(p, &own, 0, rows, panels, adapted);
     multiply_part(p, &own, 1, rows, panels, adapted);
-    gate_rows(p, down->linear, &gates, rows, cols, kept);
+    gate_rows(p, down->linear, &gates, rows, cols, is_wide, kept);
   }
   end_stage(w);
 }

@@ -87,7 +87,8 @@ static void softmax_row(const call_t *c, const piece_t *piece, int64_t row, floa
     int64_t count = MIN(LANES, piece->out - i);
     if (count < LANES) memcpy(some, logits + i, (size_t)count * sizeof *some);
     vec x = load(count < LANES ? some : logits + i);
-    store(out + i, (norms ? exp_vec(x - norm) : x) * slope);
+    vec gradient = (norms ? exp_vec(x - norm) : x) * slope;
+    memcpy(out + i, &gradient, (size_t)count * sizeof *out);
   }
   for (int64_t t = softmax->starts[row]; t < softmax->starts[row + 1]; t++) {
     int64_t at = softmax->ids[t] - piece->first;
@@ -95,8 +96,14 @@ static void softmax_row(const call_t *c, const piece_t *piece, int64_t row, floa
   }
 }
 
+/* Where a piece's row of dy is computed: in its place, or, to be rounded into that, in `own`. */
+static float *computed_at(const call_t *c, const piece_t *piece, int64_t row, float *own) {
+  return c->g->is_narrow ? own : (float *)row_of(c, piece->rounded, row, piece->out);
+}
+
 static void round_piece(const call_t *c, const piece_t *piece, int64_t row, const float *dy) {
-  round_row(c->g->is_narrow, dy, piece->out, row_of(c, piece->rounded, row, piece->out));
+  char *place = row_of(c, piece->rounded, row, piece->out);
+  if ((const char *)dy != place) round_row(c->g->is_narrow, dy, piece->out, place);
 }
 
 /* Where there are pieces of gate and of up, both are whole. */
@@ -105,9 +112,10 @@ static void round_gates(const call_t *c, int64_t row, float *own) {
   const piece_t *of[2] = {}, *some = c->pieces;
   for (int i = 0; i < c->num_pieces; i++) of[c->pieces[i].module] = &c->pieces[i];
   gates_t gates = {g->is_narrow, g->activation, g->modules[0].out, g->dy_gates};
-  float *dgate = own, *dup = own + (of[0] ? some->out : 0);
-  gate_gradient_part(&gates, row, (range_t){some->first, some->first + some->out}, g->dy,
-                     of[0] ? dgate : NULL, of[1] ? dup : NULL);
+  float *dgate = of[0] ? computed_at(c, of[0], row, own) : NULL;
+  float *dup = of[1] ? computed_at(c, of[1], row, own + (of[0] ? some->out : 0)) : NULL;
+  gate_gradient_part(&gates, row, (range_t){some->first, some->first + some->out}, g->dy, dgate,
+                     dup);
   if (of[0]) round_piece(c, of[0], row, dgate);
   if (of[1]) round_piece(c, of[1], row, dup);
 }
@@ -120,22 +128,25 @@ static void round_dy(const call_t *c, int64_t row, float *own) {
   }
   for (int i = 0; i < c->num_pieces && c->pieces[i].rounded; i++) {
     const piece_t *piece = &c->pieces[i];
-    const float *dy = own;
-    if (g->softmax)
-      softmax_row(c, piece, row, own);
-    else
-      dy = g->dy + row * g->dy_row + g->modules[piece->module].column + piece->first;
+    const float *dy = g->dy + row * g->dy_row + g->modules[piece->module].column + piece->first;
+    if (g->softmax) {
+      float *at = computed_at(c, piece, row, own);
+      softmax_row(c, piece, row, at);
+      dy = at;
+    }
     round_piece(c, piece, row, dy);
   }
 }
 
 static void round_x(const call_t *c, int64_t row, float *own) {
   const linear_gradient_t *g = c->g;
-  const float *x = g->x_gates ? own : g->x + row * g->in;
+  char *place = row_of(c, c->x, row, g->in);
+  float *gated = g->is_narrow ? own : (float *)place;
   if (g->x_gates)
     gate_part(&(gates_t){g->is_narrow, g->activation, g->in, g->x_gates}, row,
-              (range_t){0, g->in}, own);
-  round_row(g->is_narrow, x, g->in, row_of(c, c->x, row, g->in));
+              (range_t){0, g->in}, gated);
+  const float *x = g->x_gates ? gated : g->x + row * g->in;
+  if ((const char *)x != place) round_row(g->is_narrow, x, g->in, place);
 }
 
 /* Rows [count][width] of floats, `stride` apart, into columns of numbers [width][all rows]. */

@@ -47,7 +47,7 @@ typedef struct {
 typedef struct {
   const model_t *model;
   const batch_t *batch;
-  float *x, *normed, *q, *k, *v, *mixed, *gate, *up, *low, *chosen;
+  float *x, *normed, *q, *k, *v, *mixed, *gate, *low, *chosen;
   narrow_rows_t narrow_rows[NARROW_ROWS];
   float *gates;          /* [threads]: of the task underway, linear.c */
   int64_t num_normed;    /* copies of what a norm puts out: one, or one of each thread */
