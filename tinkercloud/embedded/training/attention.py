@@ -1,9 +1,10 @@
 """Causal attention inside each packed sequence, several sequences to a call, and its gradient.
 
-Sequences of similar length are one call: each is padded at its end to a bucket that depends on its
-own length alone, so that its result does not depend on the others. No real row attends to the
-padding (attention is causal), and no gradient comes from it. A row that several sequences share is
-computed in each of them; its result is that of the first.
+PyTorch's takes sequences of similar length in one call: each is padded at its end to a bucket that
+depends on its own length alone, so that its result does not depend on the others. No real row
+attends to the padding (attention is causal), and no gradient comes from it. The compiled gradient
+takes all sequences as they are. A row that several sequences share is computed in each of them; its
+result is that of the first.
 
 Axes: T packed rows, B sequences of a bucket, L their padded length, Hq/Hkv heads, Dh head size.
 """
