@@ -1,4 +1,4 @@
-"""How much memory this process has, and the most that it had for a while."""
+"""How much memory a process has, and the most that it had for a while."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,10 @@ from pathlib import Path
 PROCESS = Path("/proc/self")
 
 
-def resident_bytes(field: str = "RssAnon") -> int:
-    """RssAnon: without the pages of mapped files."""
-    for line in (PROCESS / "status").read_text().splitlines():
+def resident_bytes(field: str = "RssAnon", pid: int | None = None) -> int:
+    """Of this process or another. RssAnon: without the pages of mapped files."""
+    process = PROCESS if pid is None else Path(f"/proc/{pid}")
+    for line in (process / "status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])
     raise OSError(f"there is no {field}")

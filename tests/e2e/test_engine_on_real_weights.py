@@ -17,7 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.clients import MODEL, Client, logprobs_of
+from tests.peak_memory import resident_bytes
 from tests.serving import Server, start_server
+from tinkercloud.embedded.model import freed_memory
 
 TEXT = (
     "A lighthouse keeper writes down the weather every morning: wind from the west, rain before "
@@ -135,6 +137,31 @@ def test_samples_are_served_while_a_model_trains(
             answered += 1
         assert math.isfinite(training.result().metrics["loss:sum"])
     assert answered >= 3
+
+
+@pytest.mark.skipif(freed_memory._trim is None, reason="this C library gives nothing back")
+def test_an_idle_engine_gives_back_what_training_has_freed(
+    client: Client, server: Server, text: list[int]
+) -> None:
+    """But for adapters, gradients and moments, and what is asked for once."""
+    model = client.model()
+
+    def engine_bytes() -> float:
+        return resident_bytes("VmRSS", server.engine_pid())
+
+    most = before = engine_bytes()
+    batch = [client.supervised(text * 16)] * 4
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(lambda: model.forward_backward(batch, "cross_entropy").result())
+        while not training.done():
+            most = max(most, engine_bytes())
+            time.sleep(0.02)
+        training.result()
+    deadline = time.monotonic() + 20
+    while engine_bytes() - before > (most - before) / 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert most - before > 150e6
+    assert engine_bytes() - before < (most - before) / 2
 
 
 def test_what_is_underway_when_the_engine_dies_goes_on_when_it_is_back(
