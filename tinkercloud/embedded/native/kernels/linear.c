@@ -177,8 +177,8 @@ static gates_t gates_of(const walk_t *w, const cut_t *cut, range_t rows, range_t
 }
 
 /* Gate and up, and what comes of them, of the same columns by the same thread while they are in its
-   cache. `down` reads whole rows and so has to wait for the stage's end. kept: where both are kept side by side, numbers
-   [rows][2 F], or NULL. */
+   cache. `down` reads whole rows and so has to wait for the stage's end. kept: where both are kept
+   side by side, numbers [rows][2 F], or NULL. */
 void multiply_gates(walk_t *w, const read_t *read, const output_t *down, void *kept) {
   const pass_t *p = w->p;
   int adapted = multiply_low_rank(w, read);
