@@ -10,7 +10,8 @@
    (pairs.h), as floats in the order of the pairs' instruction, with the same bits. Elsewhere dO, P and
    dS are float.
 
-   Names: L rows of a sequence, its entries in gradients.h; Hq / Hkv query and key/value heads, Dh head size. */
+   Names: L rows of a sequence, its entries in gradients.h; Hq / Hkv query and key/value heads, Dh
+   head size. */
 
 #include <math.h>
 #include <stdlib.h>
