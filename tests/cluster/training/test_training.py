@@ -89,26 +89,28 @@ def equality(scratch: Path, full: bool) -> list[Op]:
 
 
 class References:
-    """The script of `equality` by the embedded backend (experts: by transformers)."""
+    """The script of `equality` by the embedded backend (experts: by transformers, which begins with
+    the adapter that the ranks made: the plan asked for must have been played)."""
 
     def __init__(self, scene: Scene):
         self._scene = scene
         self._known: dict[tuple[str, bool], tuple[Path, list[Any]]] = {}
 
-    def of(self, kind: str, full: bool) -> tuple[Path, list[Any]]:
+    def of(self, plan: str, full: bool) -> tuple[Path, list[Any]]:
         """The folder it wrote, and its results."""
+        kind, _ = PLANS[plan]
         if (kind, full) not in self._known:
-            self._known[kind, full] = self._play(kind, full)
+            self._known[kind, full] = self._play(plan, kind, full)
         return self._known[kind, full]
 
-    def _play(self, kind: str, full: bool) -> tuple[Path, list[Any]]:
+    def _play(self, plan: str, kind: str, full: bool) -> tuple[Path, list[Any]]:
         scene = self._scene
         folder = scene.scratch("reference", kind, full)
         script = equality(folder, full)
         if kind != "qwen3_moe":
             return folder, Embedded(scene.folders[kind], folder / "versions").play(script)
         if not full:
-            script[0] = ("load", "m", scene.scratch("ep2", full) / "fresh", False)
+            script[0] = ("load", "m", scene.scratch(plan, full) / "fresh", False)
         return folder, MoeReference(scene.folders[kind]).play(script)
 
 
@@ -157,7 +159,7 @@ def test_outputs_losses_and_gradient_norms_equal_the_embedded_backends(
     scene: Scene, references: References, request: pytest.FixtureRequest, plan: str, full: bool
 ) -> None:
     ours = results_of(plan, request)[f"{plan} {full}"]
-    _, theirs = references.of(PLANS[plan][0], full)
+    _, theirs = references.of(plan, full)
     for op, own, expected in zip(equality(scene.root, full), ours, theirs, strict=True):
         if op[0] == "fb":
             assert_same_output(own, expected)
@@ -170,7 +172,7 @@ def test_weights_moments_and_gradients_equal_the_embedded_backends(
     scene: Scene, references: References, request: pytest.FixtureRequest, plan: str, full: bool
 ) -> None:
     results_of(plan, request)
-    folder, _ = references.of(PLANS[plan][0], full)
+    folder, _ = references.of(plan, full)
     ours = tensors(scene.scratch(plan, full) / "trained")
     assert_close(ours, tensors(folder / "trained"))
     start = tensors(scene.scratch(plan, full) / "fresh")
@@ -184,7 +186,7 @@ def test_a_new_adapter_is_the_embedded_backends_bit_by_bit(
     scene: Scene, references: References, request: pytest.FixtureRequest, plan: str
 ) -> None:
     results_of(plan, request)
-    folder, _ = references.of(PLANS[plan][0], False)
+    folder, _ = references.of(plan, False)
     ours, theirs = tensors(scene.scratch(plan, False) / "fresh"), tensors(folder / "fresh")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
