@@ -83,12 +83,8 @@ static void softmax_row(const call_t *c, const piece_t *piece, int64_t row, floa
   const double *norms = softmax->norms;
   vec norm = all(norms ? (float)norms[row] : 0.0f), slope = all(-softmax->totals[row]);
   for (int64_t i = 0; i < piece->out; i += LANES) {
-    float some[LANES] = {};
-    int64_t count = MIN(LANES, piece->out - i);
-    if (count < LANES) memcpy(some, logits + i, (size_t)count * sizeof *some);
-    vec x = load(count < LANES ? some : logits + i);
-    vec gradient = (norms ? exp_vec(x - norm) : x) * slope;
-    memcpy(out + i, &gradient, (size_t)count * sizeof *out);
+    vec x = some_numbers(0, logits, i, piece->out - i);
+    store_some(out + i, (norms ? exp_vec(x - norm) : x) * slope, piece->out - i);
   }
   for (int64_t t = softmax->starts[row]; t < softmax->starts[row + 1]; t++) {
     int64_t at = softmax->ids[t] - piece->first;
@@ -149,13 +145,31 @@ static void round_x(const call_t *c, int64_t row, float *own) {
   if ((const char *)x != place) round_row(g->is_narrow, x, g->in, place);
 }
 
+/* Up to BLOCK_ROWS rows of floats, `stride` apart, and up to PANEL of their columns. */
+static void turn_columns(const float *rows, int64_t stride, int64_t count, int64_t width,
+                         float columns[PANEL][BLOCK_ROWS]) {
+  for (int64_t t = 0; t < count; t += PANEL) {
+    block_t in = {}, out;
+    for (int64_t i = 0; i < MIN(PANEL, count - t); i++) {
+      const float *row = rows + (t + i) * stride;
+      if (width == PANEL)
+        memcpy(in[i], row, sizeof in[i]); /* of a size that is known: without a call or a loop */
+      else
+        memcpy(in[i], row, (size_t)width * sizeof *row);
+    }
+    turn_words(in, out);
+    for (int64_t r = 0; r < width; r++) memcpy(&columns[r][t], out[r], sizeof out[r]);
+  }
+}
+
 /* Rows [count][width] of floats, `stride` apart, into columns of numbers [width][all rows]. */
 static void turn_rows(const call_t *c, const float *rows, int64_t stride, range_t at, int64_t width,
                       int64_t all_rows, char *to) {
   int64_t count = at.end - at.first, size = number_bytes(c->g->is_narrow);
-  float column[BLOCK_ROWS];
+  float columns[PANEL][BLOCK_ROWS];
   for (int64_t r = 0; r < width; r++) {
-    for (int64_t t = 0; t < count; t++) column[t] = rows[t * stride + r];
+    if (r % PANEL == 0) turn_columns(rows + r, stride, count, MIN(PANEL, width - r), columns);
+    const float *column = columns[r % PANEL];
     char *into = row_of(c, to, r, all_rows) + at.first * size;
     if (at.end < all_rows)
       write_numbers(c->g->is_narrow, into, 0, column, count);

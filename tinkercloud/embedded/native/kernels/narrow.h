@@ -80,6 +80,22 @@ INLINE void read_numbers(int64_t is_narrow, const void *from, int64_t at, float 
   for (int64_t i = count; i % LANES; i++) to[i] = 0.0f;
 }
 
+/* Up to a vector of them, with zeros beyond. */
+INLINE vec some_numbers(int64_t is_narrow, const void *from, int64_t at, int64_t count) {
+  float some[LANES];
+  if (count >= LANES)
+    return is_narrow ? widen((const narrow *)from + at) : load((const float *)from + at);
+  read_numbers(is_narrow, from, at, some, count);
+  return load(some);
+}
+
+INLINE void store_some(float *to, vec x, int64_t count) {
+  if (count >= LANES)
+    store(to, x);
+  else
+    memcpy(to, &x, (size_t)count * sizeof *to);
+}
+
 INLINE void write_numbers(int64_t is_narrow, void *to, int64_t at, const float *from,
                           int64_t count) {
   if (is_narrow) {

@@ -5,14 +5,6 @@
 /* Rows are read as words of four bytes: a float, or a pair of narrow numbers, the second of which may
    be missing at a row's end. 16 words of 16 rows go together: whole cache lines on both sides. */
 
-typedef uint32_t __attribute__((may_alias)) word_t;
-typedef word_t block_t[PANEL][PANEL];
-
-static void turn_words(const block_t in, block_t out) {
-  for (int i = 0; i < PANEL; i++)
-    for (int j = 0; j < PANEL; j++) out[i][j] = in[j][i];
-}
-
 void pack_panel(const matrix_t *m, int64_t panel, const void *rows, void *packed) {
   int64_t row_bytes = m->k * number_bytes(m->is_narrow), first = panel * PANEL;
   int64_t count = MIN(PANEL, m->out - first), end = panel_bytes(m->is_narrow, m->width);

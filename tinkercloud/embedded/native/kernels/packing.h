@@ -14,6 +14,14 @@ INLINE int64_t number_bytes(int64_t is_narrow) {
   return is_narrow ? (int64_t)sizeof(narrow) : (int64_t)sizeof(float);
 }
 
+typedef uint32_t __attribute__((may_alias)) word_t;
+typedef word_t block_t[PANEL][PANEL];
+
+INLINE void turn_words(const block_t in, block_t out) {
+  for (int i = 0; i < PANEL; i++)
+    for (int j = 0; j < PANEL; j++) out[i][j] = in[j][i];
+}
+
 #define HIDDEN __attribute__((visibility("hidden")))
 
 /* rows: the matrix, row-major. What a panel has beyond its k inputs becomes zero. */

@@ -82,22 +82,6 @@ void norm_gradient(team_t *team, int64_t rows, int64_t width, const float *x, fl
 
 INLINE vec sigmoid(vec x) { return all(1.0f) / (all(1.0f) + exp_of_negative(x)); }
 
-/* Up to a vector of them, with zeros beyond. */
-INLINE vec some_numbers(int64_t is_narrow, const void *from, int64_t at, int64_t count) {
-  float some[LANES];
-  if (count >= LANES)
-    return is_narrow ? widen((const narrow *)from + at) : load((const float *)from + at);
-  read_numbers(is_narrow, from, at, some, count);
-  return load(some);
-}
-
-INLINE void store_some(float *to, vec x, int64_t count) {
-  if (count >= LANES)
-    store(to, x);
-  else
-    memcpy(to, &x, (size_t)count * sizeof *to);
-}
-
 void gate_part(const gates_t *g, int64_t row, range_t columns, float *out) {
   for (int64_t d = columns.first; d < columns.end; d += LANES) {
     int64_t count = columns.end - d, at = 2 * row * g->width + d;
