@@ -39,7 +39,7 @@ def drafts(rate: dict[float, float], num_rounds: int, seed: int = 0) -> list[Rou
 def learned(rounds: list[Round], **prior: float) -> Acceptance:
     acceptance = Acceptance(K, Prior(**prior))
     for last_round in rounds:
-        acceptance.learn(last_round)
+        acceptance.learn([last_round])
     return acceptance
 
 
@@ -141,7 +141,7 @@ def test_a_group_whose_drafts_stand_more_often_is_told_apart():
     coins = np.random.default_rng(0)
     for _ in range(300):
         accepted = [int(coins.random() < rate) for rate in (0.9, 0.3)]
-        acceptance.learn(a_round([(0.9,), (0.9,)], accepted, ("easy", "hard")))
+        acceptance.learn([a_round([(0.9,), (0.9,)], accepted, ("easy", "hard"))])
     survivals = survivals_of(acceptance, [(0.9,)] * 3, ("easy", "hard", "new"))[:, 0]
     assert survivals == pytest.approx([0.9, 0.3, 0.6], abs=0.12)
 
@@ -149,7 +149,7 @@ def test_a_group_whose_drafts_stand_more_often_is_told_apart():
 def test_groups_are_remembered_up_to_a_limit():
     acceptance = Acceptance(K, Prior(num_groups=10))
     for group in range(50):
-        acceptance.learn(a_round([(0.9,)], [group % 2], (group,)))
+        acceptance.learn([a_round([(0.9,)], [group % 2], (group,))])
     assert acceptance.overall > 0.0
     rates = survivals_of(acceptance, [(0.9,)] * 51, (*range(50), "new"))[:, 0]
     assert all(rates[:40] == rates[50])
@@ -179,7 +179,7 @@ def test_rounds_that_are_counted_together_are_counted_like_one_by_one():
     rounds = drafts({0.99: 0.8, 0.5: 0.3}, 403)
     together, one_by_one = learned(rounds, memory=1e9), Acceptance(K, Prior(memory=1e9))
     for last_round in rounds:
-        one_by_one.learn(last_round)
+        one_by_one.learn([last_round])
         assert 0.0 < one_by_one.overall < 1.0  # which wants all counts
     for acceptance in (together, one_by_one):
         acceptance.age(1.0)
@@ -192,7 +192,7 @@ def test_of_a_drafter_that_is_hardly_known_each_round_counts_at_once():
     acceptance = Acceptance(K)
     for _ in range(5):
         before = survivals_of(acceptance, [(0.9,)])[0, 0]
-        acceptance.learn(a_round([(0.9, 0.9, 0.9)], [0], verified=[3]))
+        acceptance.learn([a_round([(0.9, 0.9, 0.9)], [0], verified=[3])])
         assert survivals_of(acceptance, [(0.9,)])[0, 0] < before
 
 
@@ -209,7 +209,7 @@ def test_drafts_that_nobody_verified_are_learned_from_by_what_the_target_sampled
     assert survivals_of(acceptance, [(0.9,)])[0, 0] < 0.1
     unverified = replace(a_round([(0.9, 0.9)], [0], verified=[0]), foreseen=(True,))
     for _ in range(500):
-        acceptance.learn(unverified)
+        acceptance.learn([unverified])
     assert survivals_of(acceptance, [(0.9,)])[0, 0] > 0.8
     behind = replace(a_round([(0.9, 0.9)], [1], verified=[1]), foreseen=(False,))
     assert survivals_of(learned([behind] * 500), [(0.9, 0.9)])[0, 1] < 0.05

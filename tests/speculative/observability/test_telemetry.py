@@ -271,16 +271,18 @@ def test_reasons_and_kinds_of_rounds_are_counted():
     assert snapshot["rounds"]["plain"] == snapshot["rounds"]["probe"] == 1
 
 
-def test_an_alarm_is_raised_once_and_turns_the_drafter_off():
+def test_an_alarm_stays_and_turns_the_drafter_off():
     flat = MeasuredCosts(ROWS, (10.0,) * len(ROWS), (10.5,) * len(ROWS))
     controller = DraftLengthController(Estimates(CostTable(flat), acceptance=Acceptance()))
     telemetry = Telemetry()
-    raised = []
+    alarmed = []
     for _ in range(300):
-        raised.append(telemetry.record(report(a_round((2,), (2,)), chances=((0.3, 0.3),))))
-        if raised[-1]:
+        telemetry.record(report(a_round((2,), (2,)), chances=((0.3, 0.3),)))
+        alarmed.append(telemetry.is_alarmed("suffix"))
+        if alarmed[-1]:
             controller.stop(Reason.ALARM)
-    assert raised.count(True) == 1 and telemetry.snapshot()["drafters"]["suffix"]["alarmed"]
+    assert not alarmed[0] and alarmed[-1] and alarmed == sorted(alarmed)
+    assert telemetry.snapshot()["drafters"]["suffix"]["alarmed"]
     assert controller.limits([Load(100)]) == [0] and controller.reason is Reason.ALARM
 
 

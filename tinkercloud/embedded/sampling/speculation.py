@@ -31,10 +31,10 @@ from tinkercloud.speculative.observability.telemetry import RoundReport, Telemet
 from tinkercloud.speculative.verify import coupled_chance
 
 MAX_SKIPPED = 7
-"""Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and up
-to as many where drafts cost nothing but none was worth verifying, one more after each decision of
-that, until a drafted token is accepted again. To decide the same again in every round would be most
-of what drafts cost."""
+"""Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and 1, 3
+and up to as many where drafts cost nothing but none was worth verifying; each round with an accepted
+token takes back one such step. To decide the same again in every round would be most of what drafts
+cost."""
 MAX_DRAWS = 65_536
 """Draws that are remembered (see `_DrawHistory`)."""
 
@@ -93,6 +93,7 @@ class Speculation(Speculator):
         self._trace, self._details = trace, details
         self._observer = observer
         self._telemetry = Telemetry()
+        self._is_stopped = False
         self._streams: dict[Sample, Stream] = {}
         self._num_unfinished: Counter[Hashable] = Counter()  # samples, by group
         self._epochs: dict[str, int] = {}  # of versions, in the order of their first sample
@@ -104,7 +105,7 @@ class Speculation(Speculator):
         self._catch_up_ms = self._draft_ms = self._host_ms = 0.0
         self._num_to_skip = self._num_idle = 0  # rounds
         self.is_skipping = False  # this round
-        self._unread: Counter[Sample] = Counter()  # tokens that the drafter has not observed
+        self._num_read: dict[Sample, int] = {}  # tokens that the drafter has observed
 
     # ---- samples begin, grow and end
 
@@ -120,6 +121,7 @@ class Speculation(Speculator):
         if self._draws.add(stream):
             self._repeated.add(sample)
         self._drafter.begin(stream)
+        self._num_read[sample] = len(sample.tokens)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -129,13 +131,13 @@ class Speculation(Speculator):
         self._drafter.observe_hidden(self._streams[sample], first, hidden)
 
     def observe(self, sample: Sample, num_new: int) -> None:
-        self._unread[sample] += num_new
         # While rounds are skipped the drafter is not called: that costs as much as a short draft.
         if not self._num_to_skip:
             self._pass_on(sample)
 
     def _pass_on(self, sample: Sample) -> None:
-        num_new = self._unread.pop(sample, 0)
+        num = len(sample.tokens)
+        num_new, self._num_read[sample] = num - self._num_read[sample], num
         if num_new:
             self._drafter.observe(self._streams[sample], num_new)
 
@@ -143,6 +145,7 @@ class Speculation(Speculator):
         if sample not in self._streams:
             return
         self._pass_on(sample)
+        del self._num_read[sample]
         stream = self._streams.pop(sample)
         self._repeated.discard(sample)
         if sample in self._round and not self._round[sample].is_judged:
@@ -181,7 +184,7 @@ class Speculation(Speculator):
             self._num_to_skip -= 1
             return [()] * len(samples)
         start = time.perf_counter()
-        for sample in list(self._unread):
+        for sample in self._streams:
             self._pass_on(sample)
         limits = self._controller.limits([self._load(sample) for sample in samples])
         if self._controller.kind is not Kind.COMPARISON and not any(limits):
@@ -194,8 +197,8 @@ class Speculation(Speculator):
         drafts = self._drafts(samples, limits)
         nums_verified = self._controller.choose([draft.confidences for draft in drafts])
         if not any(nums_verified):
-            self._num_idle += 1
-            self._num_to_skip = max(self._num_to_skip, min(self._num_idle, MAX_SKIPPED))
+            self._num_idle = min(2 * self._num_idle + 1, MAX_SKIPPED)
+            self._num_to_skip = max(self._num_to_skip, self._num_idle)
         self._round = {
             sample: _SampleRound(
                 sample, self._streams[sample].group, limit, draft, min(num, len(draft.tokens))
@@ -281,7 +284,7 @@ class Speculation(Speculator):
         times = Times(self._draft_ms, verify_ms, self._host_ms, usable, self._catch_up_ms)
         last_round = _round_of(entries, times, self._controller.unsure_below)
         if any(last_round.accepted):
-            self._num_idle = 0
+            self._num_idle //= 2
         self._controller.observe(last_round)
         self._notify_observer(entries, last_round)
         self._report(entries, last_round)
@@ -299,10 +302,11 @@ class Speculation(Speculator):
         lag = self._observer.version_lag if self._observer is not None else 0
         kind, reason = self._controller.kind, self._controller.reason
         report = RoundReport(self._drafter.name, kind, reason, last_round, chances, lag)
-        if self._telemetry.record(report):
-            self._controller.stop(Reason.ALARM)
-        elif self._drafter.off_reason is not None:
-            self._controller.stop(Reason.OFF)
+        self._telemetry.record(report)
+        is_alarmed = self._telemetry.is_alarmed(report.drafter)
+        if not self._is_stopped and (is_alarmed or self._drafter.off_reason is not None):
+            self._controller.stop(Reason.ALARM if is_alarmed else Reason.OFF)
+            self._is_stopped = True
 
     def _notify_observer(self, entries: Sequence[_SampleRound], last_round: Round) -> None:
         if self._observer is None or not last_round.num_verified:

@@ -8,9 +8,6 @@ right twice is mostly right a third time, and what is seldom verified would else
 fails in the first place. Old counts fade.
 A group of samples whose drafts are accepted more often than expected, or less, has a factor.
 
-Counting and fitting take longer than the rest of a round's decision, so that some rounds are
-counted together once their tokens are few beside what is known.
-
 Axes: B sequences, D depths, C buckets of confidence.
 """
 
@@ -33,7 +30,6 @@ rate. Of a suffix drafter's first tokens with SmolLM2 there were accepted, in pr
 text together, 0.10 of those below 0.4, 0.57 below 0.6, and 0.73 above."""
 DEEPER_LEANING = 2.0
 MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
-MOST_UNCOUNTED, UNCOUNTED_SHARE = 4, 0.1  # rounds; of their tokens in what was counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +61,15 @@ class Acceptance:
         self._requested, self._verified, self._asked = self._drafts
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._fitted_rates: Array | None = None  # of the counts as they are
-        self._uncounted: list[Round] = []  # the newest
-        self._num_uncounted = 0  # tokens
+
+    @property
+    def num_known(self) -> float:
+        """Tokens with a verdict, less those that have faded."""
+        return float(self._judged.sum())
 
     @property
     def overall(self) -> float:
         """The rate of all drafted tokens, given that those before were accepted."""
-        self._count()
-        return self._overall
-
-    @property
-    def _overall(self) -> float:
         prior = self._prior
         accepted = self._accepted.sum() + prior.rate * prior.tokens
         return float(accepted / (self._judged.sum() + prior.tokens))
@@ -99,7 +93,6 @@ class Acceptance:
         """Before drafting: the chances (B, D) that a token asked for will be verified, and that it
         will be accepted. Drafts come shorter than asked, and those that do not pay are not
         verified."""
-        self._count()
         lean = self._prior.leaning
         shares = (self._verified + lean) / (self._requested + lean)
         by_depth = self._judged.sum(1), self._accepted.sum(1)
@@ -114,7 +107,6 @@ class Acceptance:
     ) -> tuple[Array, Array]:
         """`forecast` where a token is verified as long as its own rate and those of all before it
         are `least` or more: of drafts that are often sure and often not, long ones bring most."""
-        self._count()
         lean = self._prior.leaning
         factors = np.array(self._factors(num_sequences, groups))
         came = (self._seen.sum(1) + lean) / (self._asked + lean)
@@ -125,22 +117,11 @@ class Acceptance:
     def sure_above(self, least: float) -> float:
         """The confidence below which first tokens are accepted at less than this rate, as far as
         some were seen."""
-        self._count()
         seen = np.flatnonzero(self._judged[0] >= 1.0)
         sure = seen[self._rates[0, seen] >= least]
         return float(EDGES[sure[0] - 1]) if len(sure) and sure[0] > seen[0] else 0.0
 
-    def learn(self, last_round: Round) -> None:
-        self._uncounted.append(last_round)
-        self._num_uncounted += sum(last_round.num_compared)
-        is_much = self._num_uncounted > UNCOUNTED_SHARE * self._judged.sum()
-        if is_much or len(self._uncounted) >= MOST_UNCOUNTED:
-            self._count()
-
-    def _count(self) -> None:
-        if not self._uncounted:
-            return
-        rounds, self._uncounted, self._num_uncounted = self._uncounted, [], 0
+    def learn(self, rounds: Sequence[Round]) -> None:
         depth = self._drafts.shape[1]
         judged, accepted, seen = [], [], list[int]()  # places in the flat (D, C)
         reached = list[tuple[int, int, int]]()  # of each draft: requested, verified, asked
@@ -170,7 +151,6 @@ class Acceptance:
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
-        self._count()
         self._fade(factor)
 
     def _fade(self, factor: float) -> None:
@@ -182,7 +162,6 @@ class Acceptance:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
         last of them tokens are accepted as often as there. Which confidences are better than others
         is taken to be as it was."""
-        self._count()
         depths = np.minimum(np.arange(len(self._judged)), len(rates) - 1)
         shares = self._shares()
         expected = _with_means(self._rates, shares, np.array(rates, np.float64)[depths])
@@ -204,10 +183,11 @@ class Acceptance:
         deeper_lean = DEEPER_LEANING * lean  # few counts of many places are no reason to differ
         judged, accepted = np.cumsum(self._tokens[:2, ::-1], 1)[:, ::-1]
         weights = judged + deeper_lean
-        counted, leaning = accepted / weights, deeper_lean / weights
-        wider, by_depth = self._overall * np.array(UNCOUNTED), np.empty_like(judged)
-        for depth in range(len(judged)):
-            wider = by_depth[depth] = counted[depth] + leaning[depth] * wider
+        # Of each depth: what is counted, and its leaning times that of the depth before. For all
+        # depths at once, since a loop over them would take most of a round's decision.
+        leaning = np.cumprod(deeper_lean / weights, 0)
+        counted = np.cumsum(accepted / (weights * leaning), 0)
+        by_depth = leaning * (self.overall * np.array(UNCOUNTED) + counted)
         return (self._accepted + lean * by_depth) / (self._judged + lean)
 
     def _shares(self) -> Array:

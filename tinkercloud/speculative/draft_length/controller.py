@@ -32,6 +32,10 @@ FREE_PATIENCE, FREE_GAIN = 32, 2.0
 # not known yet, so less than what is taken to cost nothing later.
 NEGLIGIBLE = 0.01
 AGED = 0.25  # what counts of acceptance weigh after a change of weights or draft
+# Where drafts cost nothing, speculative rounds that are learned from together, at most, and the
+# share of their tokens in what is known: while the target's weights have every cache, code that runs
+# again at once takes a third.
+MOST_UNLEARNED, UNLEARNED_SHARE = 4, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,15 @@ class ControllerSettings:
     probe_sequences: int = 8
 
 
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """A round that is over. free: whether drafts cost nothing."""
+
+    kind: Kind
+    free: bool
+    round: Round
+
+
 class DraftLengthController(DraftLength):
     """Of one drafter."""
 
@@ -66,6 +79,8 @@ class DraftLengthController(DraftLength):
         self._next_comparison = FIRST_COMPARISON
         self._next_probed = 0
         self._free = False
+        self._unlearned: list[_Past] = []  # the newest rounds
+        self._num_unlearned = 0  # drafted tokens
         self.is_on = False
         self.kind = Kind.PLAIN
         self.reason = Reason.NONE
@@ -79,6 +94,7 @@ class DraftLengthController(DraftLength):
         """What was counted is worth less, and drafting is tried again soon; at once where that is
         expected to pay, by the times that were measured: what a slow minute taught must not keep a
         better draft from being tried."""
+        self._learn()
         if expected:
             self._estimates.acceptance.expect(expected)
             self._estimates.costs.doubt()
@@ -191,33 +207,60 @@ class DraftLengthController(DraftLength):
     # ---- after the round
 
     def observe(self, last_round: Round) -> None:
-        times = last_round.times
-        # Before learning: what was expected of a plain round when this one was chosen.
-        plain_ms = self._estimates.costs.plain_ms(last_round.num_sequences, last_round.context)
-        worth_ms = plain_ms * last_round.num_emitted / last_round.num_sequences
-        self._learn(last_round)
-        self._probing.advance(times.all_ms)
-        self._profit.advance()
+        self._unlearned.append(_Past(self.kind, self._free, last_round))
+        self._num_unlearned += sum(last_round.num_compared)
+        if not any(last_round.confidences):
+            self._planner.keep_plan()
         if self.kind is not Kind.SPECULATIVE and self.kind is not Kind.PLAIN:
             self._planner.discard_plan()  # made to learn from
-        if self.kind is Kind.PROBE:
+        if not self._may_wait(last_round):
+            self._learn()
+
+    def _may_wait(self, last_round: Round) -> bool:
+        """Whether others are learned from together with this one."""
+        if self.kind is not Kind.SPECULATIVE or not self._free:
+            return False
+        if len(self._unlearned) >= MOST_UNLEARNED:
+            return False
+        if last_round.num_verified > 2 * sum(last_round.accepted):
+            return False  # bad news does not wait
+        return self._num_unlearned <= UNLEARNED_SHARE * self._estimates.acceptance.num_known
+
+    def _learn(self) -> None:
+        past, self._unlearned, self._num_unlearned = self._unlearned, [], 0
+        for each in past:
+            # Before learning: what was expected of a plain round when this one was chosen.
+            shape = each.round.num_sequences, each.round.context
+            plain_ms = self._estimates.costs.plain_ms(*shape)
+            self._learn_times(each.round)
+            self._weigh(each, plain_ms * each.round.num_emitted / each.round.num_sequences)
+        drafted = [each.round for each in past if any(each.round.limits)]
+        if drafted:
+            self._estimates.acceptance.learn(drafted)
+
+    def _weigh(self, past: _Past, worth_ms: float) -> None:
+        """worth_ms: that plain rounds take for as many tokens."""
+        last_round, times = past.round, past.round.times
+        self._probing.advance(times.all_ms)
+        self._profit.advance()
+        if past.kind is Kind.PROBE:
             # One that broke even was well: once drafting is on, there is nothing to catch up with.
             well = last_round.num_verified > 0 and worth_ms >= times.steady_ms
             self._probing.observe(well=well, loss_ms=times.all_ms - worth_ms)
             self._profit.observe_probe(well=well)
-        elif self.kind is Kind.COMPARISON:
+        elif past.kind is Kind.COMPARISON:
             self._since_compared = 0
             self._next_comparison = min(2 * self._next_comparison, self._settings.compare_every)
-        elif self.kind is Kind.SPECULATIVE:
+        elif past.kind is Kind.SPECULATIVE:
             self._since_compared += 1
-            if times.usable and (last_round.num_verified or not self._free):
+            if times.usable and (last_round.num_verified or not past.free):
                 self._profit.add(worth_ms, times.all_ms, last_round.num_sequences)
 
     def skipped(self, ms: float) -> None:
         self._probing.advance(ms)
         self._profit.advance()
 
-    def _learn(self, last_round: Round) -> None:
+    def _learn_times(self, last_round: Round) -> None:
         estimates, times = self._estimates, last_round.times
         slowdown = estimates.costs.slowdown
         if times.usable:
@@ -225,7 +268,3 @@ class DraftLengthController(DraftLength):
             slowdown = estimates.costs.observe(*shape, times.target_ms)
         steps = max(last_round.limits, default=0)
         estimates.drafting.observe(sum(last_round.limits), steps, times.draft_ms / slowdown)
-        if any(last_round.limits):
-            estimates.acceptance.learn(last_round)
-        if not any(last_round.confidences):
-            self._planner.keep_plan()

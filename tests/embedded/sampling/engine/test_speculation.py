@@ -207,7 +207,7 @@ def test_what_was_drafted_in_place_of_the_targets_own_token_is_compared_with_it(
 ) -> None:
     """Behind the verified tokens, where all of them were accepted, and where none was verified."""
     requests = {
-        str(i): (base, ask(random_prompt(20, i), max_tokens=30, seed=i, use_eos=False))
+        str(i): (base, ask(random_prompt(20, i), max_tokens=60, seed=i, use_eos=False))
         for i in range(4)
     }
     plain = Sampler(store).run(requests)
