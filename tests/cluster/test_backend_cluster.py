@@ -330,6 +330,7 @@ async def test_full_parameter_models_have_gpus_of_their_own_until_they_are_delet
 ):
     """Fills the cluster: a second one waits, says so, and gets its turn."""
     backend = cluster.backend
+    await backend.create_model("adapter", "tiny", SPEC)
     await backend.create_model("full", "tiny", FULL)
     assert sorted(groups_alive()) == ["full", "tiny"]
     fresh = await cluster.loss("full")
@@ -357,6 +358,7 @@ async def test_full_parameter_models_have_gpus_of_their_own_until_they_are_delet
     assert backend.queue_state("second") is None
     assert await cluster.loss("second") == pytest.approx(fresh, rel=1e-6)
     await backend.delete_model("second")
+    await backend.delete_model("adapter")
 
     # What it published outlives it, beside the base's adapters and the base itself.
     base = await backend.publish(FromBase("tiny"))
