@@ -148,17 +148,25 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
 class Drawn:
     """tokens int64 (B,), their log-probabilities float32 (B,) under the distribution that was
     sampled from: `warp` of the logits (B, V) less `norms` float64 (B,). Of tokens that a pass drew
-    there are no logits, and nothing else is known of their distributions."""
+    there are logits where they were kept: `places` (B,) says in which row of them, -1 in none, and
+    nothing else is known of those distributions. places None: each row has its own."""
 
     tokens: Tensor
     logprobs: Tensor
     norms: Tensor
     logits: Tensor
     rows: Sequence[RowParams]
+    places: Sequence[int] | None = None
+
+    def _logits_of(self, row: int) -> Tensor:
+        """(V,)"""
+        place = row if self.places is None else self.places[row]
+        assert place >= 0, "whose logits were not kept"
+        return self.logits[place]
 
     def distribution(self, row: int) -> Tensor:
         """Log-probabilities of one row, (1, V)."""
-        weights = warp(self.logits[row : row + 1], self.rows[row : row + 1])
+        weights = warp(self._logits_of(row)[None], self.rows[row : row + 1])
         return logprobs_of(weights, self.norms[row : row + 1, None])
 
     def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
@@ -170,12 +178,13 @@ class Drawn:
             if drawn_with.is_greedy or drawn_with.is_cut or drawn_with.adjustment is not None:
                 chances.append(math.nan)
                 continue
-            weight = float(self.logits[row, token]) / drawn_with.params.temperature
+            weight = float(self._logits_of(row)[token]) / drawn_with.params.temperature
             chances.append(math.exp(min(0.0, weight - float(self.norms[row]))))
         return tuple(chances)
 
     def distributions(self) -> Tensor:
         """Log-probabilities of all rows, (B, V)."""
+        assert self.places is None
         return logprobs_of(warp(self.logits, self.rows), self.norms[:, None])
 
 
@@ -209,13 +218,13 @@ class Candidates:
     weights: NDArray[np.float32]
     logits: Tensor = _NO_LOGITS
 
-    def of(self, rows: Sequence[int], logits: Tensor = _NO_LOGITS) -> "Candidates":
-        """Those of some rows, whose logits these are."""
+    def of(self, rows: Sequence[int]) -> "Candidates":
+        """Those of some rows; the logits are those of all."""
         each = list(rows)
         return Candidates(
             *(self.norm[each], self.count[each]),
             *(self.ids[each], self.words[each], self.weights[each]),
-            logits,
+            self.logits,
         )
 
 
@@ -270,15 +279,17 @@ def sample(logits: Tensor, rows: Sequence[RowParams], scan: Scan | None = None) 
     return Drawn(tokens, logprobs, norms, logits, rows)
 
 
-def sample_candidates(candidates: Candidates, rows: Sequence[RowParams]) -> Drawn:
-    """The token of each row that has candidates; those of the others mean nothing. Logits, and so
-    distributions, are there where all of these rows keep theirs, or none."""
+def sample_candidates(
+    candidates: Candidates, rows: Sequence[RowParams], places: Sequence[int] | None = None
+) -> Drawn:
+    """The token of each row that has candidates; those of the others mean nothing. places: of
+    `Drawn`."""
     best = _best_places(candidates, lambda row_of, place: candidates.weights[row_of, place])
     entries = np.arange(len(rows)), best
     tokens = torch.from_numpy(candidates.ids[entries])
     weights = torch.from_numpy(candidates.weights[entries])
     norms = torch.from_numpy(candidates.norm)
-    return Drawn(tokens, logprobs_of(weights, norms), norms, candidates.logits, rows)
+    return Drawn(tokens, logprobs_of(weights, norms), norms, candidates.logits, rows, places)
 
 
 def _best_places(

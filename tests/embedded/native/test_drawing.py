@@ -88,11 +88,15 @@ def test_logits_that_are_kept_are_those_of_their_rows(dtype: torch.dtype, keep_e
     drawn = sample_candidates(found, wanted)
     assert torch.equal(drawn.tokens, expected.tokens)
     assert torch.equal(drawn.logprobs, expected.logprobs)
-    some = [0, 2 * keep_every]
-    drawn = sample_candidates(found.of(some, found.logits[[0, 2]]), [wanted[row] for row in some])
+    some, places = [0, 2 * keep_every, 99], [0, 2, 33 if keep_every == 3 else -1]
+    drawn = sample_candidates(found.of(some), [wanted[row] for row in some], places)
     assert torch.equal(drawn.tokens, expected.tokens[some])
     for row, of_all in enumerate(some):
-        assert torch.equal(drawn.distribution(row), expected.distribution(of_all))
+        if places[row] < 0:
+            with pytest.raises(AssertionError, match="not kept"):
+                drawn.distribution(row)
+        else:
+            assert torch.equal(drawn.distribution(row), expected.distribution(of_all))
 
 
 def test_of_capped_logits_too() -> None:

@@ -4,8 +4,7 @@ Axes: W rows with logits, V vocabulary, M rows of a pass, L layers that a drafte
 D hidden size.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -50,23 +49,15 @@ class _ScoreReader:
         item.sequence.job.scores.record(rows, logits, self._scores.norms[norms])
 
 
-@dataclass(slots=True)
-class _Group:
-    """Samples whose tokens are drawn from rows that keep their logits, or from rows that do not.
-    kept: the logits of these rows, among those that the pass kept."""
-
-    draws: list[DrawnRows] = field(default_factory=list)
-    params: list[RowParams] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    kept: list[int] = field(default_factory=list)
-
-
 class _FusedDraws:
     """What a pass drew, sample by sample: of those with drafts the logits are there too."""
 
     def __init__(self, candidates: Candidates | None):
         self._candidates = candidates
-        self._plain, self._verified = _Group(), _Group()
+        self._draws: list[DrawnRows] = []
+        self._params: list[RowParams] = []
+        self._rows: list[int] = []  # of the candidates
+        self._places: list[int] = []  # of these rows, among the logits that the pass kept
         self._num_rows = self._num_kept = 0
 
     def add(self, item: BatchItem, hidden: Tensor | None) -> bool:
@@ -80,24 +71,20 @@ class _FusedDraws:
         if not (self._candidates.count[rows.start : rows.stop] > 0).all():
             item.sequence.needs_logits = True
             return False
-        group = self._verified if item.drafted else self._plain
-        group.draws.append(DrawnRows(item.sequence, len(group.rows), item.drafted, hidden))
-        group.params += item.drawn_with
-        group.rows += rows
-        group.kept += kept
+        self._draws.append(DrawnRows(item.sequence, len(self._rows), item.drafted, hidden))
+        self._params += item.drawn_with
+        self._rows += rows
+        self._places += kept or [-1] * num
         return True
 
-    def drawn(self) -> Iterator[tuple[list[DrawnRows], Drawn]]:
-        for group in (self._plain, self._verified):
-            if group.draws:
-                yield group.draws, sample_candidates(self._of(group), group.params)
-
-    def _of(self, group: _Group) -> Candidates:
+    def drawn(self) -> tuple[list[DrawnRows], Drawn] | None:
+        """None where nothing is."""
         found = self._candidates
-        assert found is not None
-        if len(group.rows) == len(found.count):
-            return found
-        return found.of(group.rows, _rows_of(found.logits, group.kept))
+        if found is None or not self._draws:
+            return None
+        if len(self._rows) < len(found.count):
+            found = found.of(self._rows)
+        return self._draws, sample_candidates(found, self._params, self._places)
 
 
 class Postprocessor:
@@ -146,8 +133,9 @@ class Postprocessor:
                 rows += range(end - len(draw.rows), end)
         if draws:
             self._draw(draws, _rows_of(logits, rows), state)
-        for fused_draws, drawn in fused.drawn():
-            self._keep(fused_draws, drawn, state)
+        drawn = fused.drawn()
+        if drawn is not None:
+            self._keep(*drawn, state)
 
     def begin(self, samples: list[Sequence]) -> None:
         """Draw the first tokens of new samples from their prompts' logits."""
