@@ -31,10 +31,10 @@ from tinkercloud.speculative.observability.telemetry import RoundReport, Telemet
 from tinkercloud.speculative.verify import coupled_chance
 
 MAX_SKIPPED = 7
-"""Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and 1, 3
-and up to as many where drafts cost nothing but none was worth verifying; each round with an accepted
-token takes back one such step. To decide the same again in every round would be most of what drafts
-cost."""
+"""Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and 1,
+3 or at most as many where drafts cost nothing but none was worth verifying; each round with an
+accepted token takes back one such step. To decide the same again in every round would be most of
+what drafts cost."""
 MAX_DRAWS = 65_536
 """Draws that are remembered (see `_DrawHistory`)."""
 

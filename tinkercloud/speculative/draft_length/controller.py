@@ -33,8 +33,8 @@ FREE_PATIENCE, FREE_GAIN = 32, 2.0
 NEGLIGIBLE = 0.01
 AGED = 0.25  # what counts of acceptance weigh after a change of weights or draft
 # Where drafts cost nothing, speculative rounds that are learned from together, at most, and the
-# share of their tokens in what is known: while the target's weights have every cache, code that runs
-# again at once takes a third.
+# share of their tokens in what is known: while the target's weights have every cache, code that
+# runs again at once takes a third.
 MOST_UNLEARNED, UNLEARNED_SHARE = 4, 0.1
 
 

@@ -108,7 +108,7 @@ class EverySecond(Watched):
         self.log += "V" if last_round.num_verified else "-"
 
 
-@pytest.mark.parametrize(("err_every", "log"), [(1, "-.V-...V-.......V-.......V"), (0, "-.V-.V-.V-.V")])
+@pytest.mark.parametrize(("err_every", "log"), [(1, "-.V-...V-.......V-...."), (0, "-.V-.V-.V-.V")])
 def test_decisions_become_rare_until_a_drafted_token_is_accepted(
     store: ModelStore, base: str, err_every: int, log: str
 ) -> None:
