@@ -144,16 +144,13 @@ class Acceptance:
                 reached.append((min(limit, verified + 1), verified, asked))
                 if group is not None and compared:
                     self._learn_group(group, places[:compared], len(places[:right]))
-        self._fade(float(np.exp(-len(judged) / self._prior.memory)))
+        self.age(float(np.exp(-len(judged) / self._prior.memory)))
         for counts, places in zip(self._tokens, (judged, accepted, seen), strict=True):
             counts += np.bincount(places, minlength=counts.size).reshape(counts.shape)
         self._drafts += (np.arange(depth) < np.array(reached)[:, :, None]).sum(0)
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
-        self._fade(factor)
-
-    def _fade(self, factor: float) -> None:
         self._tokens *= factor
         self._drafts *= factor
         self._fitted_rates = None
