@@ -91,8 +91,8 @@ SHORT = {
     "skyrl": (SKYRL,),
 }
 NOT_QUICK = (LEAN, TRL, SKYRL)
-SHORT_TOKENS, SHORT_RUNS = 4096, 3
-"""A batch that takes seconds is measured in alternating runs."""
+RUNS = 3
+"""Of each batch, in turns: a machine may be faster in one minute than in the next."""
 LONG_TOKENS = 8192
 ONE_RUN = (LEAN, TRL, SKYRL)
 COLUMNS = (
@@ -134,9 +134,9 @@ class Row:
 @dataclass
 class Bench:
     """starts: by whether the adapter is on the unembedding too. through: a command that every
-    contender is run through. limit_s: of each contender's process. short_runs: alternating runs of
-    a short batch. products_s: for the matrix limit, each time. limits: that, GFLOP/s, of a batch
-    and number type."""
+    contender is run through. limit_s: of each contender's process. runs: of each batch, alternating.
+    products_s: for the matrix limit, each time. limits: that, GFLOP/s, of a batch and number type.
+    """
 
     root: Path
     peers: Path
@@ -145,7 +145,7 @@ class Bench:
     repeats: int
     through: Sequence[str]
     limit_s: float
-    short_runs: int
+    runs: int
     products_s: float
     limits: dict[tuple[str, str], float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -154,9 +154,8 @@ class Bench:
     def measure(self, shape: str, lengths: Sequence[int], dtype: str) -> list[Row]:
         """All contenders, their results compared; raises AssertionError where they differ."""
         best: dict[str, Row] = {}
-        runs = self.short_runs if sum(lengths) <= SHORT_TOKENS else 1
         self._take_limit(shape, dtype)
-        for run, name in alternating(self.contenders, runs):
+        for run, name in alternating(self.contenders, self.runs):
             again = run == 0 or (name in best and name not in ONE_RUN)
             if not again or dtype not in CONTENDERS[name].dtypes:
                 continue
@@ -172,7 +171,7 @@ class Bench:
         return rows
 
     def _take_limit(self, shape: str, dtype: str) -> None:
-        """Next to our steps: a machine may be faster in one minute than in the next."""
+        """Next to our steps, and at their best as they are."""
         rate = products((dtype,), self.products_s)[dtype]
         self.limits[shape, dtype] = max(rate, self.limits.get((shape, dtype), 0.0))
 
@@ -345,7 +344,7 @@ def main() -> int:
             repeats=options.repeats,
             through=shlex.split(options.through),
             limit_s=options.limit_s,
-            short_runs=1 if options.quick else SHORT_RUNS,
+            runs=1 if options.quick else RUNS,
             products_s=0.5 if options.quick else 2.0,
         )
         dtypes = dtypes_of(options)
@@ -402,8 +401,8 @@ def limits_of(scale: Scale) -> str:
 ABOUT = """\
 SmolLM2-135M, its frozen weights in float32 and, where the processor multiplies it, in bfloat16; a
 LoRA adapter of rank 32 on all linear layers, in float32 as its optimizer is; one forward_backward
-and one optimizer step of AdamW; all tokens are trained on; the shortest step counts, for the
-smallest batch of three alternating runs. *PEFT, padded*: PEFT and `transformers` with sdpa,
+and one optimizer step of AdamW; all tokens are trained on; the shortest step of three alternating
+runs counts. *PEFT, padded*: PEFT and `transformers` with sdpa,
 micro-batches of 8 in the given order. *PEFT, best*: sorted by length, micro-batches of about 1024
 tokens. *PEFT, checkpoints*: the same with gradient checkpointing. *TRL, packed*: SFTTrainer,
 packing by best fit, free of padding, its loss in chunks. All start from one adapter; losses agree
