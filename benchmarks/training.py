@@ -134,7 +134,7 @@ class Row:
 @dataclass
 class Bench:
     """starts: by whether the adapter is on the unembedding too. through: a command that every
-    contender is run through. limit_s: of each contender's process. runs: of each batch, alternating.
+    contender is run through. limit_s: of each contender's process. runs: of a batch, alternating.
     products_s: for the matrix limit, each time. limits: that, GFLOP/s, of a batch and number type.
     """
 
