@@ -227,6 +227,30 @@ def test_when_a_shared_pass_breaks_only_the_call_at_fault_fails(store: ModelStor
     assert_same_gradients_in_company(expected, b.grads)
 
 
+def test_nothing_counts_twice_when_a_shared_pass_breaks_at_its_end(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, works = create(store, "a", "b"), (batch(125, 8), batch(125, 9))
+    expected = [alone(model, work) for model, work in zip(models, works, strict=True)]
+    run, num_broken = training_queue.run_pass, 0
+
+    def breaking(base, shares, **more):
+        nonlocal num_broken
+        yield from run(base, shares, **more)
+        if len(shares) > 1:
+            num_broken += 1
+            raise RuntimeError("all gradients are added by now")
+
+    monkeypatch.setattr(training_queue, "run_pass", breaking)
+    queue = TrainingQueue(LIMITS)
+    for i, (model, work) in enumerate(zip(models, works, strict=True)):
+        queue.add(i, model, work)
+    assert all(result.error is None for result in finish(queue))
+    assert num_broken == 1
+    for model, gradients in zip(models, expected, strict=True):
+        assert_same_bits(gradients, model.grads)
+
+
 def test_a_failed_call_drops_the_gradient_of_its_earlier_micro_batches(store: ModelStore) -> None:
     (a,) = create(store, "a")
     before = alone(a, batch(12))

@@ -42,32 +42,37 @@ class Finished:
 
 @dataclass(slots=True)
 class _Job:
+    """A call. micro_batches: all of its own. added: the gradient, to which each pass adds at once:
+    one of its own would double the memory."""
+
     call_id: int
     model: TrainableModel
     batch: TrainBatch
-    waiting: list[MicroBatch]
-    added: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[int, dict[str, NDArray[np.float32]]] = field(default_factory=dict)
-    loss: float = 0.0
+    micro_batches: Sequence[MicroBatch]
+    waiting: list[MicroBatch] = field(init=False)
+    added: dict[str, Tensor] = field(init=False)
+    outputs: dict[int, dict[str, NDArray[np.float32]]] = field(init=False)
+    loss: float = field(init=False)
     alone: bool = False
 
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Anew, where something was computed: of a pass that fails a part may be added."""
+        self.waiting, self.added, self.outputs, self.loss = list(self.micro_batches), {}, {}, 0.0
+
     def share(self) -> Share:
-        """Of the next micro-batch. A pass of several models has gradients of its own: when it fails
-        nothing of it may be left. Full weights, which are alone in their passes, add to the call's
-        gradient at once: a second one would double the memory."""
-        grads = self.added if self.model.full is not None else None
-        weights = self.model.weights(grads)
-        return Share(weights, self.batch, self.waiting[0].indices)
+        """Of the next micro-batch."""
+        return Share(self.model.weights(self.added), self.batch, self.waiting[0].indices)
 
     def take(self, share: Share) -> None:
-        if not self.batch.forward_only:
-            add_gradients(self.added, share.model.grads)
         self.outputs |= zip(share.indices, share.outputs, strict=True)
         self.loss += share.loss
         del self.waiting[0]
 
     def finish(self) -> Finished:
-        add_gradients(self.model.grads, self.added)
+        _add_gradients(self.model.grads, self.added)
         outputs = tuple(self.outputs[i] for i in range(len(self.batch.data)))
         output = TrainOutput(outputs, {"loss:sum": self.loss})
         return Finished(self.call_id, output)
@@ -115,10 +120,10 @@ class TrainingQueue:
 
     def add(self, call_id: int, model: TrainableModel, batch: TrainBatch) -> None:
         shares = model.base.is_llama_family
-        waiting = list(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
+        micro = tuple(micro_batches(batch.data, self._limits, model.kept_bytes(), shares=shares))
         if self._require is not None:
-            self._require(model, waiting)
-        self._jobs.append(_Job(call_id, model, batch, waiting))
+            self._require(model, micro)
+        self._jobs.append(_Job(call_id, model, batch, micro))
         self._counters.enter(batch.user)
         # A model with a first call queues behind those that wait: else a stream of small calls of
         # new models would always go first.
@@ -213,10 +218,11 @@ class TrainingQueue:
         return finished
 
     def _broken(self, jobs: Sequence[_Job], error: Exception) -> list[Finished]:
-        """Which model's datums caused the error is unknown: each micro-batch runs again, alone."""
+        """Which model's datums caused the error is unknown: each call runs again, alone."""
         if len(jobs) == 1:
             return [self._remove(jobs[0], Finished(jobs[0].call_id, error=error))]
         for job in jobs:
+            job.begin()
             job.alone = True
         return []
 
@@ -241,10 +247,8 @@ def _may_share(a: _Job, b: _Job) -> bool:
     )
 
 
-def add_gradients(into: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
+def _add_gradients(into: dict[str, Tensor], grads: dict[str, Tensor]) -> None:
     """Entries that `into` lacks are taken over, not copied."""
-    if into is grads:
-        return
     for name, grad in grads.items():
         if name in into:
             into[name].add_(grad)
