@@ -20,11 +20,17 @@ _COMPILERS = re.compile(rb"(?:GCC: |clang version )[^\0]+")
 """As compilers sign a library; its other bytes depend on where the sources lay."""
 
 
+SUMS = 2
+"""Counts the orders of sums outside the kernels, of gradients for example: whoever changes one counts
+on, since nothing else would say that runs of before are computed otherwise."""
+
+
 def numerics(dtype: str) -> str:
-    """For example "avx2 bfloat16 torch-2.13.0+cpu-avx2 glibc-2.39 kernels-1a2b3c4d"."""
+    """For example "avx2 bfloat16 sums-2 torch-2.13.0+cpu-avx2 glibc-2.39 kernels-1a2b3c4d"."""
     capability = torch.backends.cpu.get_cpu_capability().lower().replace(" ", "-")
     c_library = "-".join(filter(None, platform.libc_ver()))
-    build = f"{dtype} torch-{torch.__version__}-{capability} {c_library or platform.system()}"
+    build = f"{dtype} sums-{SUMS} torch-{torch.__version__}-{capability} "
+    build += c_library or platform.system()
     device = choose_device()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device).replace(" ", "-")
