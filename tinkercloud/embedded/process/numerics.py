@@ -21,8 +21,8 @@ _COMPILERS = re.compile(rb"(?:GCC: |clang version )[^\0]+")
 
 
 SUMS = 2
-"""Counts the orders of sums outside the kernels, of gradients for example: whoever changes one counts
-on, since nothing else would say that runs of before are computed otherwise."""
+"""Counts the orders of sums outside the kernels, of gradients for example: whoever changes one
+counts on, since nothing else would say that runs of before are computed otherwise."""
 
 
 def numerics(dtype: str) -> str:
