@@ -171,7 +171,7 @@ class Bench:
         return rows
 
     def _take_limit(self, shape: str, dtype: str) -> None:
-        """Next to our steps, and at their best as they are."""
+        """Next to our steps; the best counts, as of these."""
         rate = products((dtype,), self.products_s)[dtype]
         self.limits[shape, dtype] = max(rate, self.limits.get((shape, dtype), 0.0))
 
@@ -402,10 +402,11 @@ ABOUT = """\
 SmolLM2-135M, its frozen weights in float32 and, where the processor multiplies it, in bfloat16; a
 LoRA adapter of rank 32 on all linear layers, in float32 as its optimizer is; one forward_backward
 and one optimizer step of AdamW; all tokens are trained on; the shortest step of three alternating
-runs counts. *PEFT, padded*: PEFT and `transformers` with sdpa,
-micro-batches of 8 in the given order. *PEFT, best*: sorted by length, micro-batches of about 1024
-tokens. *PEFT, checkpoints*: the same with gradient checkpointing. *TRL, packed*: SFTTrainer,
-packing by best fit, free of padding, its loss in chunks. All start from one adapter; losses agree
+runs counts, of *PEFT, checkpoints*, TRL and SkyRL of one run. *PEFT, padded*: PEFT and
+`transformers` with sdpa, micro-batches of 8 in the given order. *PEFT, best*: sorted by length,
+micro-batches of about 1024 tokens. *PEFT, checkpoints*: the same with gradient checkpointing. *TRL,
+packed*: SFTTrainer, packing by best fit, free of padding, its loss in chunks. All start from one
+adapter; losses agree
 to 1e-5 (in bfloat16 2e-3) and the updates to 3 % of their norm (in bfloat16 to half of it: Adam's
 first step is the gradient's sign, and near zero that is rounding), or there is no report. TRL's
 loss reads past an adapter on the unembedding and SkyRL's server trains none there, so these two are
