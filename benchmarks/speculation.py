@@ -61,8 +61,8 @@ class Scale:
     too. come: requests that come as they come, of up to twice `many_tokens`."""
 
     tokens: int = 256
-    repeats: int = 7
-    even_repeats: int = 5
+    repeats: int = 11
+    even_repeats: int = 7
     short_repeats: int = 15
     most: int = 128
     most_fixed: int = 32
@@ -84,7 +84,7 @@ QUICK = Scale(
     most=8,
     many_tokens=16,
     come=8,
-    rl=RlScale(epochs=2, prompts=2, samples=4, answer_tokens=16, at_once=(8,), lessons=1),
+    rl=RlScale(epochs=2, prompts=2, samples=4, answer_tokens=16, at_once=(8,), lessons=1, takes=1),
 )
 
 
@@ -314,8 +314,8 @@ answer's time from its request. Each of these runs begins with an empty drafter.
 {scale.rl.prompts} prompts with {scale.rl.samples} samples of up to {scale.rl.answer_tokens} tokens,
 {at_once} decoded at once, {scale.rl.epochs} epochs; the policy is a LoRA adapter of rank 16 that
 learned the form of an answer in {scale.rl.lessons} steps, and is updated after every epoch, so that
-drafts come from text of its earlier versions; mean rewards {rewards}. *tokens a pass*: of each
-sample, and of all epochs together.
+drafts come from text of its earlier versions; {scale.rl.takes} times over, and of each epoch the
+best counts; mean rewards {rewards}. *tokens a pass*: of each sample, and of all epochs together.
 
 *best fixed length*: the suffix drafter with so many tokens asked for in every round, in
 the same alternating runs, chosen when all is known; 0: none. *bound*: what the best of them would

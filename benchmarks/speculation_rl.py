@@ -7,6 +7,7 @@ an update after every epoch, so that drafts come from what its earlier versions 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,8 @@ class LocalModel:
 @dataclass(frozen=True)
 class RlScale:
     """samples: of each prompt. at_once: how many are decoded together, each number in a run of its
-    own. lessons: steps in which the policy learns the form of an answer."""
+    own. lessons: steps in which the policy learns the form of an answer. takes: engines of each
+    kind, all of which go through all epochs."""
 
     epochs: int = 6
     prompts: int = 4
@@ -85,12 +87,14 @@ class RlScale:
     answer_tokens: int = 48
     at_once: tuple[int, ...] = (4, 8, 32)
     lessons: int = 6
+    takes: int = 3
 
 
 @dataclass
 class Epochs:
     """Seconds of each epoch's rollouts with so many at once, plain, with drafts and with drafts of
-    fixed lengths, and their tokens. acceptance, fixed_acceptance: of all epochs together."""
+    fixed lengths, the best take of each, and their tokens. acceptance, fixed_acceptance: of all
+    epochs together, of one take."""
 
     at_once: int
     plain_s: list[float] = field(default_factory=list)
@@ -113,38 +117,46 @@ class Epochs:
 
 @dataclass
 class Rollouts:
-    """An engine without drafts, one with, and those of fixed lengths; all remember what they
-    wrote."""
+    """Engines without drafts, with them, and with those of fixed lengths, some of each kind; all
+    remember what they wrote."""
 
-    plain: SamplingEngine
-    drafted: SamplingEngine
-    fixed: dict[int, SamplingEngine]
+    plain: list[SamplingEngine]
+    drafted: list[SamplingEngine]
+    fixed: dict[int, list[SamplingEngine]]
     epochs: Epochs
 
     @classmethod
-    def of(cls, engines: EngineFactory, at_once: int) -> "Rollouts":
-        lengths = {length: factory.make() for length, factory in fixed(engines).items()}
-        epochs = Epochs(at_once, fixed_s={length: [] for length in lengths})
-        return cls(engines.plain().make(), engines.make(), lengths, epochs)
+    def of(cls, engines: EngineFactory, at_once: int, takes: int) -> "Rollouts":
+        def made(factory: EngineFactory) -> list[SamplingEngine]:
+            return [factory.make() for _ in range(takes)]
 
-    def run(self, workload: Workload, epoch: int) -> list[list[SampleOutput]]:
-        """All engines' outputs; in every second epoch the last one is first."""
-        order = [
+        lengths = {length: made(factory) for length, factory in fixed(engines).items()}
+        epochs = Epochs(at_once, fixed_s={length: [] for length in lengths})
+        return cls(made(engines.plain()), made(engines), lengths, epochs)
+
+    def run(self, workload: Workload) -> list[list[SampleOutput]]:
+        """All engines' outputs; in every second take the last kind is first."""
+        kinds = [
             (self.plain, self.epochs.plain_s),
             (self.drafted, self.epochs.drafted_s),
-            *((engine, self.epochs.fixed_s[length]) for length, engine in self.fixed.items()),
+            *((engines, self.epochs.fixed_s[length]) for length, engines in self.fixed.items()),
         ]
-        outputs = []
-        for engine, seconds in order if epoch % 2 else order[::-1]:
-            rollout = run_timed(engine, workload)
-            outputs.append(rollout.outputs)
-            seconds.append(rollout.seconds)
+        best = [inf] * len(kinds)
+        outputs = list[list[SampleOutput]]()
+        for take in range(len(self.plain)):
+            order = range(len(kinds))
+            for kind in order if take % 2 else reversed(order):
+                rollout = run_timed(kinds[kind][0][take], workload)
+                outputs.append(rollout.outputs)
+                best[kind] = min(best[kind], rollout.seconds)
+        for (_, seconds), took in zip(kinds, best, strict=True):
+            seconds.append(took)
         self.epochs.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
         return outputs
 
     def finish(self) -> Epochs:
-        self.epochs.acceptance = _acceptance(self.drafted)
-        self.epochs.fixed_acceptance = {k: _acceptance(each) for k, each in self.fixed.items()}
+        self.epochs.acceptance = _acceptance(self.drafted[0])
+        self.epochs.fixed_acceptance = {k: _acceptance(each[0]) for k, each in self.fixed.items()}
         return self.epochs
 
 
@@ -163,14 +175,17 @@ class PolicyLoop:
         for lesson in range(scale.lessons):
             examples = [self._example(7 * lesson + i) for i in range(LESSON_EXAMPLES)]
             self._train(examples, "cross_entropy", 2e-3)
-        runs = [Rollouts.of(self._model.engines(at_once), at_once) for at_once in scale.at_once]
+        runs = [
+            Rollouts.of(self._model.engines(at_once), at_once, scale.takes)
+            for at_once in scale.at_once
+        ]
         for epoch in range(scale.epochs):
             version = store.version(store.publish(FromModel(POLICY)))
             self._epoch(epoch, Workload("epoch", version, tuple(self._questions(epoch))), runs)
         return [run.finish() for run in runs]
 
     def _epoch(self, epoch: int, workload: Workload, runs: Sequence[Rollouts]) -> None:
-        outputs = [output for run in runs for output in run.run(workload, epoch)]
+        outputs = [output for run in runs for output in run.run(workload)]
         for output in outputs[1:]:
             require_equal(f"epoch {epoch}", outputs[0], output)
         reward = self._learn(workload.requests, outputs[0])
