@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from math import exp
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from tinkercloud.speculative.draft_length.rounds import Round
 Array = NDArray[np.float64]
 EDGES = (0.2, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97)
 BUCKETS = len(EDGES) + 1
-UNCOUNTED = (1 / 6, 1 / 2, 5 / 6) + (1.0,) * (BUCKETS - 3)
+UNCOUNTED = np.array((1 / 6, 1 / 2, 5 / 6) + (1.0,) * (BUCKETS - 3))
 """Of each bucket, until it is counted: how often its tokens are accepted, as a share of the overall
 rate. Of a suffix drafter's first tokens with SmolLM2 there were accepted, in prose and structured
 text together, 0.10 of those below 0.4, 0.57 below 0.6, and 0.73 above."""
@@ -51,35 +52,38 @@ class Acceptance:
     """Of one drafter."""
 
     def __init__(self, max_depth: int = 8, prior: Prior | None = None) -> None:
-        self._prior = prior or Prior()
-        self._tokens = np.zeros((3, max_depth, BUCKETS))
+        self._prior, self._depth = prior or Prior(), max_depth
+        # All that is counted is one array, since a round's learning is mostly the calls that it
+        # makes while the target's weights have every cache.
+        num_tokens = max_depth * BUCKETS
+        self._counts = np.zeros(3 * num_tokens + 3 * (max_depth + 1))
         # seen: tokens that came, verified or not
-        self._judged, self._accepted, self._seen = self._tokens
-        self._drafts = np.zeros((3, max_depth))
-        # requested: sequences asked for this depth, verified up to it; asked: the same, of drafts
-        # that came as far as the one before
-        self._requested, self._verified, self._asked = self._drafts
+        tokens = self._counts[: 3 * num_tokens].reshape(3, max_depth, BUCKETS)
+        self._judged, self._accepted, self._seen = self._tokens = tokens
+        # Sequences, each at its last depth: of those asked for it and verified up to it, of those
+        # verified, and of those asked for it whose draft came as far as the depth before.
+        self._ends = self._counts[3 * num_tokens :].reshape(3, max_depth + 1)
+        self._accepted_at, self._seen_at = num_tokens, 2 * num_tokens  # in `_counts`
+        self._ends_at = [3 * num_tokens + i * (max_depth + 1) for i in range(3)]
         self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
         self._fitted_rates: Array | None = None  # of the counts as they are
-
-    @property
-    def num_known(self) -> float:
+        self._fitted_list: list[list[float]] | None = None
+        self.num_known = 0.0
         """Tokens with a verdict, less those that have faded."""
-        return float(self._judged.sum())
 
     @property
     def overall(self) -> float:
         """The rate of all drafted tokens, given that those before were accepted."""
         prior = self._prior
         accepted = self._accepted.sum() + prior.rate * prior.tokens
-        return float(accepted / (self._judged.sum() + prior.tokens))
+        return float(accepted / (self.num_known + prior.tokens))
 
     def survivals(
         self, confidences: Sequence[Sequence[float]], groups: Sequence[Hashable] = ()
     ) -> list[list[float]]:
         """Of each draft's tokens: the chance that this one and all before it are accepted, by what
         is counted."""
-        by_depth: list[list[float]] = self._rates.tolist()
+        by_depth = self._listed_rates
         survivals = list[list[float]]()
         for draft, factor in zip(confidences, self._factors(len(confidences), groups), strict=True):
             chance, chances = 1.0, list[float]()
@@ -94,7 +98,8 @@ class Acceptance:
         will be accepted. Drafts come shorter than asked, and those that do not pay are not
         verified."""
         lean = self._prior.leaning
-        shares = (self._verified + lean) / (self._requested + lean)
+        requested, verified, _ = self._reached()
+        shares = (verified + lean) / (requested + lean)
         by_depth = self._judged.sum(1), self._accepted.sum(1)
         rates = (by_depth[1] + lean * self.overall) / (by_depth[0] + lean)
         rows = np.tile(np.cumprod(shares, dtype=np.float64), (num_sequences, 1))
@@ -109,7 +114,7 @@ class Acceptance:
         are `least` or more: of drafts that are often sure and often not, long ones bring most."""
         lean = self._prior.leaning
         factors = np.array(self._factors(num_sequences, groups))
-        came = (self._seen.sum(1) + lean) / (self._asked + lean)
+        came = (self._seen.sum(1) + lean) / (self._reached()[2] + lean)
         rates = np.minimum(self._rates * factors[:, None, None], 1.0)
         chosen = self._shares() * (rates >= least) * np.minimum(came, 1.0)[:, None]
         return np.cumprod(chosen.sum(-1), 1), np.cumprod((chosen * rates).sum(-1), 1)
@@ -122,9 +127,8 @@ class Acceptance:
         return float(EDGES[sure[0] - 1]) if len(sure) and sure[0] > seen[0] else 0.0
 
     def learn(self, rounds: Sequence[Round]) -> None:
-        depth = self._drafts.shape[1]
-        judged, accepted, seen = [], [], list[int]()  # places in the flat (D, C)
-        reached = list[tuple[int, int, int]]()  # of each draft: requested, verified, asked
+        depth, counted, num_judged = self._depth, list[int](), 0  # places in `_counts`
+        requested_at, verified_at, asked_at = self._ends_at
         for one in rounds:
             drafts = zip(one.confidences, one.limits, one.verified, strict=True)
             verdicts = zip(one.num_compared, one.num_right, strict=True)
@@ -133,27 +137,32 @@ class Acceptance:
                 drafts, verdicts, groups, strict=True
             ):
                 places = [i * BUCKETS + bisect_right(EDGES, c) for i, c in enumerate(draft[:depth])]
+                judged = places[:compared]
+                counted += judged
+                counted += [self._accepted_at + place for place in places[:right]]
                 # What is not verified is seen too, or a drafter that was bad once would stay so for
                 # good.
-                seen += places
-                judged += places[:compared]
-                accepted += places[:right]
+                counted += [self._seen_at + place for place in places]
                 # A draft that ends with an unsure token may have had more to say.
                 ends = bool(draft) and draft[-1] < one.unsure_below
-                asked = min(limit, min(len(draft), depth) + 1 - ends)
-                reached.append((min(limit, verified + 1), verified, asked))
-                if group is not None and compared:
-                    self._learn_group(group, places[:compared], len(places[:right]))
-        self.age(float(np.exp(-len(judged) / self._prior.memory)))
-        for counts, places in zip(self._tokens, (judged, accepted, seen), strict=True):
-            counts += np.bincount(places, minlength=counts.size).reshape(counts.shape)
-        self._drafts += (np.arange(depth) < np.array(reached)[:, :, None]).sum(0)
+                asked = min(limit, depth, min(len(draft), depth) + 1 - ends)
+                counted += (
+                    requested_at + min(limit, depth, verified + 1),
+                    verified_at + min(verified, depth),
+                    asked_at + asked,
+                )
+                num_judged += len(judged)
+                if group is not None and judged:
+                    self._learn_group(group, judged, min(right, depth))
+        self.age(exp(-num_judged / self._prior.memory))
+        self._counts += np.bincount(counted, minlength=self._counts.size)
+        self.num_known += num_judged
 
     def age(self, factor: float) -> None:
         """What was counted so far weighs `factor` of what it did."""
-        self._tokens *= factor
-        self._drafts *= factor
-        self._fitted_rates = None
+        self._counts *= factor
+        self.num_known *= factor
+        self._fitted_rates = self._fitted_list = None
 
     def expect(self, rates: Sequence[float]) -> None:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
@@ -164,9 +173,15 @@ class Acceptance:
         expected = _with_means(self._rates, shares, np.array(rates, np.float64)[depths])
         self._judged[:] = self._prior.expected * shares
         self._accepted[:] = self._judged * expected
-        self._requested[:] = self._verified[:] = self._prior.expected
+        self.num_known = float(self._judged.sum())
+        self._ends[:2] = 0.0
+        self._ends[:2, -1] = self._prior.expected  # asked for and verified to the last depth
         self._groups.clear()
-        self._fitted_rates = None
+        self._fitted_rates = self._fitted_list = None
+
+    def _reached(self) -> Array:
+        """(3, D): sequences whose end, as `_ends` counts them, is at this depth or behind it."""
+        return np.cumsum(self._ends[:, :0:-1], 1)[:, ::-1]
 
     @property
     def _rates(self) -> Array:
@@ -174,6 +189,12 @@ class Acceptance:
         if self._fitted_rates is None:
             self._fitted_rates = self._fitted()
         return self._fitted_rates
+
+    @property
+    def _listed_rates(self) -> list[list[float]]:
+        if self._fitted_list is None:
+            self._fitted_list = self._rates.tolist()
+        return self._fitted_list
 
     def _fitted(self) -> Array:
         lean = self._prior.leaning
@@ -184,7 +205,7 @@ class Acceptance:
         # depths at once, since a loop over them would take most of a round's decision.
         leaning = np.cumprod(deeper_lean / weights, 0)
         counted = np.cumsum(accepted / (weights * leaning), 0)
-        by_depth = leaning * (self.overall * np.array(UNCOUNTED) + counted)
+        by_depth = leaning * (self.overall * UNCOUNTED + counted)
         return (self._accepted + lean * by_depth) / (self._judged + lean)
 
     def _shares(self) -> Array:
@@ -206,8 +227,8 @@ class Acceptance:
 
     def _learn_group(self, group: Hashable, judged: Sequence[int], num_accepted: int) -> None:
         """judged: places in the flat (D, C), of one draft."""
-        fade, rates = 1.0 - 1.0 / (self._prior.leaning * 8), self._rates
-        expected = sum(rates.item(at) for at in judged)
+        fade, rates = 1.0 - 1.0 / (self._prior.leaning * 8), self._listed_rates
+        expected = sum([rates[at // BUCKETS][at % BUCKETS] for at in judged])
         before_expected, before_accepted = self._groups.pop(group, (0.0, 0.0))
         expected += fade * before_expected
         self._groups[group] = (expected, fade * before_accepted + num_accepted)
