@@ -34,8 +34,10 @@ NEGLIGIBLE = 0.01
 AGED = 0.25  # what counts of acceptance weigh after a change of weights or draft
 # Where drafts cost nothing, speculative rounds that are learned from together, at most, and the
 # share of their tokens in what is known: while the target's weights have every cache, code that
-# runs again at once takes a third.
-MOST_UNLEARNED, UNLEARNED_SHARE = 4, 0.1
+# runs again at once takes a third. The second ones where drafts gain as much as GREAT_GAIN: there
+# no single round changes what is decided, and one that brought nothing may wait too.
+MOST_UNLEARNED, UNLEARNED_SHARE = (4, 8), (0.1, 0.25)
+GREAT_GAIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,9 @@ class DraftLengthController(DraftLength):
     def limits(self, loads: Sequence[Load]) -> list[int]:
         settings = self._settings
         self._loads = tuple(loads)
+        if self._unlearned and not self._stopped and self._planner.serves(self._loads):
+            self.reason = Reason.NONE
+            return list(self._limits)  # nothing was learned since they were decided
         self.kind, self.reason = self._decide()
         self.unsure_below = 0.0
         if self.kind is Kind.SPECULATIVE:
@@ -220,11 +225,12 @@ class DraftLengthController(DraftLength):
         """Whether others are learned from together with this one."""
         if self.kind is not Kind.SPECULATIVE or not self._free:
             return False
-        if len(self._unlearned) >= MOST_UNLEARNED:
+        great = self._planner.plan.gain >= GREAT_GAIN
+        if len(self._unlearned) >= MOST_UNLEARNED[great]:
             return False
-        if last_round.num_verified > 2 * sum(last_round.accepted):
+        if not great and last_round.num_verified > 2 * sum(last_round.accepted):
             return False  # bad news does not wait
-        return self._num_unlearned <= UNLEARNED_SHARE * self._estimates.acceptance.num_known
+        return self._num_unlearned <= UNLEARNED_SHARE[great] * self._estimates.acceptance.num_known
 
     def _learn(self) -> None:
         past, self._unlearned, self._num_unlearned = self._unlearned, [], 0

@@ -74,6 +74,17 @@ class Planner:
             self._rounds_left = rounds + len(loads) // SEQUENCES_OF_ROUND
             self._idle_rounds_left = IDLE_ROUNDS
 
+    def serves(self, loads: Sequence[Load]) -> bool:
+        """Whether the plan does for these sequences too, which then are those of the next round."""
+        alike = len(loads) == len(self._loads) and all(
+            [a.speculates == b.speculates for a, b in zip(loads, self._loads, strict=True)]
+        )
+        if not alike or self._rounds_left <= 0:
+            return False
+        self._loads = tuple(loads)
+        self._rounds_left -= 1
+        return True
+
     def keep_plan(self) -> None:
         """In the round that is over nothing was drafted."""
         if self._idle_rounds_left:
@@ -219,6 +230,8 @@ class Planner:
 def urgency(loads: Sequence[Load], weight: float) -> Array | None:
     """(B,) at least 1: of the sequence predicted longest, and of a group's last, 1 + weight, since
     others wait for them (DAS 2511.13841). None where all are alike."""
+    if len(loads) == 1:
+        return None
     longest = max((load.remaining for load in loads), default=0.0)
     shares = [
         1.0 if load.num_living == 1 and load.group is not None else _share(load, longest)
