@@ -27,7 +27,7 @@ class Watched(FixedLength):
         self.stops: list[Reason] = []
         self.skipped_ms: list[float] = []
 
-    def skipped(self, ms: float) -> None:
+    def skipped(self, ms: float, num_sequences: int, *, usable: bool) -> None:
         self.skipped_ms.append(ms)
 
     def observe(self, last_round: Round) -> None:

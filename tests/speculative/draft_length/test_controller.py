@@ -266,14 +266,14 @@ def test_rounds_in_which_it_is_not_asked_count_for_probes_and_bars():
         for _ in range(3000 // (1 + num_skipped)):
             run.round(loads(4))
             for _ in range(num_skipped):
-                run.controller.skipped(memory_bound(4))
+                run.controller.skipped(memory_bound(4), 4, usable=True)
         probes.append(run.outcome.kinds.count(Kind.PROBE))
     assert probes[1] >= probes[0] > 3
     controller = quiet_controller()
     controller._profit.barred_rounds = 2
-    controller.skipped(10.0)
+    controller.skipped(10.0, 4, usable=False)
     assert controller._profit.is_barred
-    controller.skipped(10.0)
+    controller.skipped(10.0, 4, usable=False)
     assert not controller._profit.is_barred
 
 

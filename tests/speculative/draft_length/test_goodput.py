@@ -99,7 +99,7 @@ def test_drafts_that_have_come_are_chosen_like_those_that_are_foreseen(name, see
 
 
 def test_no_more_is_chosen_than_it_is_known_how_long_it_takes():
-    assert choose([[1.0, 1.0], [1.0]], [1.0, 1.0, 1.0], 1.0).counts == (2, 0)
+    assert choose([[1.0, 1.0], [0.9]], [1.0, 1.0, 1.0], 1.0).counts == (2, 0)
 
 
 def test_behind_a_step_there_is_room():
@@ -114,8 +114,13 @@ def test_nothing_pays_where_each_row_costs_as_much_as_a_token():
 
 
 def test_of_equals_the_beginning_of_a_draft_comes_first():
-    allocation = allocated(np.ones((B, D)), flat, Limit(rows=4))
-    assert sum(allocation.counts) == 4 and max(allocation.counts) == D
+    """Of every draft, before the second tokens of any."""
+    limit = Limit(rows=4)
+    assert allocated(np.ones((B, D)), flat, limit).counts == (2, 1, 1)
+    assert choose(np.ones((B, D)).tolist(), [1.0] * 10, 1.0, limit).counts == (2, 1, 1)
+    hurried = Limit(rows=4, urgency=np.array([1.0, 2.0, 1.0]))
+    assert allocated(np.ones((B, D)), flat, hurried).counts == (1, 3, 0)
+    assert choose(np.ones((B, D)).tolist(), [1.0] * 10, 1.0, hurried).counts == (1, 3, 0)
 
 
 def test_the_urgent_are_served_first():

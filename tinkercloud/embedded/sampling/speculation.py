@@ -30,11 +30,12 @@ from tinkercloud.speculative.observability.prometheus import remote_lines
 from tinkercloud.speculative.observability.telemetry import RoundReport, Telemetry
 from tinkercloud.speculative.verify import coupled_chance
 
-MAX_SKIPPED = 7
+MAX_SKIPPED, MAX_SKIPPED_OF_MANY, MANY = 7, 15, 8
 """Rounds without a decision: MAX_SKIPPED after one in which the controller allowed no draft, and 1,
 3 or at most as many where drafts cost nothing but none was worth verifying; each round with an
-accepted token takes back one such step. To decide the same again in every round would be most of
-what drafts cost."""
+accepted token takes back one such step, the first sample of new weights all of them. To decide the
+same again in every round would be most of what drafts cost. One text may begin to repeat itself
+soon; of MANY samples the mean stays, and a decision costs more."""
 MAX_DRAWS = 65_536
 """Draws that are remembered (see `_DrawHistory`)."""
 
@@ -105,6 +106,7 @@ class Speculation(Speculator):
         self._catch_up_ms = self._draft_ms = self._host_ms = 0.0
         self._num_to_skip = self._num_idle = 0  # rounds
         self.is_skipping = False  # this round
+        self._num_skipping = 0  # samples, in the last such round
         self._num_read: dict[Sample, int] = {}  # tokens that the drafter has observed
 
     # ---- samples begin, grow and end
@@ -162,6 +164,7 @@ class Speculation(Speculator):
     def renew(self, expected: Sequence[float] = ()) -> None:
         """The drafter has other weights: what was counted of it has less weight. expected: what
         takes its place, acceptance by depth."""
+        self._num_to_skip = self._num_idle = 0
         self._controller.renew(expected)
 
     def report_with(self, other: "Speculation") -> None:
@@ -182,13 +185,15 @@ class Speculation(Speculator):
         self.is_skipping = self._num_to_skip > 0
         if self.is_skipping:
             self._num_to_skip -= 1
+            self._num_skipping = len(samples)
             return [()] * len(samples)
         start = time.perf_counter()
+        most_skipped = MAX_SKIPPED if len(samples) < MANY else MAX_SKIPPED_OF_MANY
         for sample in self._streams:
             self._pass_on(sample)
         limits = self._controller.limits([self._load(sample) for sample in samples])
         if self._controller.kind is not Kind.COMPARISON and not any(limits):
-            self._num_to_skip = MAX_SKIPPED
+            self._num_to_skip = most_skipped
         limits = [
             # The target adds a token itself, so that one place fewer is left for the draft.
             min(limit, sample.num_left - 1) if sample.job.takes_drafts else 0
@@ -197,7 +202,7 @@ class Speculation(Speculator):
         drafts = self._drafts(samples, limits)
         nums_verified = self._controller.choose([draft.confidences for draft in drafts])
         if not any(nums_verified):
-            self._num_idle = min(2 * self._num_idle + 1, MAX_SKIPPED)
+            self._num_idle = min(2 * self._num_idle + 1, most_skipped)
             self._num_to_skip = max(self._num_to_skip, self._num_idle)
         self._round = {
             sample: _SampleRound(
@@ -275,7 +280,7 @@ class Speculation(Speculator):
     def end_round(self, all_ms: float, *, usable: bool) -> None:
         entries, self._round = list(self._round.values()), {}
         if self.is_skipping:
-            self._controller.skipped(all_ms)
+            self._controller.skipped(all_ms, self._num_skipping, usable=usable)
         self.is_skipping = False
         if not entries:
             return
@@ -346,7 +351,7 @@ class Speculation(Speculator):
         if version.id not in self._epochs:
             self._epochs[version.id] = self._num_versions
             self._num_versions += 1
-            self._controller.renew()
+            self.renew()
         return self._epochs[version.id]
 
 

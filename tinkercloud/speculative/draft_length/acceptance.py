@@ -30,6 +30,8 @@ UNCOUNTED = np.array((1 / 6, 1 / 2, 5 / 6) + (1.0,) * (BUCKETS - 3))
 rate. Of a suffix drafter's first tokens with SmolLM2 there were accepted, in prose and structured
 text together, 0.10 of those below 0.4, 0.57 below 0.6, and 0.73 above."""
 DEEPER_LEANING = 2.0
+DOUBTED = 0.25  # what counts weigh after a change of weights, at most
+TINY = 1e-6
 MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
 
 
@@ -65,7 +67,9 @@ class Acceptance:
         self._ends = self._counts[3 * num_tokens :].reshape(3, max_depth + 1)
         self._accepted_at, self._seen_at = num_tokens, 2 * num_tokens  # in `_counts`
         self._ends_at = [3 * num_tokens + i * (max_depth + 1) for i in range(3)]
-        self._groups: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        # Of each group: tokens with a verdict, those of them expected to be accepted, and accepted.
+        self._groups: OrderedDict[Hashable, tuple[float, float, float]] = OrderedDict()
+        self._group_factors: dict[Hashable, float] = {}
         self._fitted_rates: Array | None = None  # of the counts as they are
         self._fitted_list: list[list[float]] | None = None
         self.num_known = 0.0
@@ -88,7 +92,8 @@ class Acceptance:
         for draft, factor in zip(confidences, self._factors(len(confidences), groups), strict=True):
             chance, chances = 1.0, list[float]()
             for rates, confidence in zip(by_depth, draft, strict=False):
-                chance *= min(factor * rates[bisect_right(EDGES, confidence)], 1.0)
+                rate = rates[bisect_right(EDGES, confidence)]
+                chance *= factor * rate if factor <= 1.0 else 1.0 - (1.0 - rate) / factor
                 chances.append(chance)
             survivals.append(chances)
         return survivals
@@ -104,7 +109,7 @@ class Acceptance:
         rates = (by_depth[1] + lean * self.overall) / (by_depth[0] + lean)
         rows = np.tile(np.cumprod(shares, dtype=np.float64), (num_sequences, 1))
         factors = np.array(self._factors(num_sequences, groups))
-        rates = np.minimum(rates * factors[:, None], 1.0)
+        rates = _multiplied(rates, factors[:, None])
         return rows, rows * np.cumprod(rates, 1)
 
     def forecast_chosen(
@@ -115,7 +120,7 @@ class Acceptance:
         lean = self._prior.leaning
         factors = np.array(self._factors(num_sequences, groups))
         came = (self._seen.sum(1) + lean) / (self._reached()[2] + lean)
-        rates = np.minimum(self._rates * factors[:, None, None], 1.0)
+        rates = _multiplied(self._rates, factors[:, None, None])
         chosen = self._shares() * (rates >= least) * np.minimum(came, 1.0)[:, None]
         return np.cumprod(chosen.sum(-1), 1), np.cumprod((chosen * rates).sum(-1), 1)
 
@@ -164,6 +169,12 @@ class Acceptance:
         self.num_known *= factor
         self._fitted_rates = self._fitted_list = None
 
+    def doubt(self) -> None:
+        """The target or its draft has other weights: what was counted is worth a share of what it
+        was, and no more than what is expected of a new draft. Many samples are soon counted anew;
+        what they had said would outweigh that for most of an epoch."""
+        self.age(min(DOUBTED, self._prior.expected / max(self.num_known, 1.0)))
+
     def expect(self, rates: Sequence[float]) -> None:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
         last of them tokens are accepted as often as there. Which confidences are better than others
@@ -177,6 +188,7 @@ class Acceptance:
         self._ends[:2] = 0.0
         self._ends[:2, -1] = self._prior.expected  # asked for and verified to the last depth
         self._groups.clear()
+        self._group_factors.clear()
         self._fitted_rates = self._fitted_list = None
 
     def _reached(self) -> Array:
@@ -218,22 +230,37 @@ class Acceptance:
         return shares
 
     def _factors(self, num_sequences: int, groups: Sequence[Hashable]) -> list[float]:
-        """Of each sequence."""
+        """Of each sequence: below 1 by how much less its group's tokens are accepted, above 1 by
+        how much less they are rejected."""
         if not groups:
             return [1.0] * num_sequences
-        lean = self._prior.leaning
-        counts = [self._groups.get(group, (0.0, 0.0)) for group in groups]
-        return [(accepted + lean) / (expected + lean) for expected, accepted in counts]
+        return [self._group_factors.get(group, 1.0) for group in groups]
 
     def _learn_group(self, group: Hashable, judged: Sequence[int], num_accepted: int) -> None:
         """judged: places in the flat (D, C), of one draft."""
         fade, rates = 1.0 - 1.0 / (self._prior.leaning * 8), self._listed_rates
         expected = sum([rates[at // BUCKETS][at % BUCKETS] for at in judged])
-        before_expected, before_accepted = self._groups.pop(group, (0.0, 0.0))
-        expected += fade * before_expected
-        self._groups[group] = (expected, fade * before_accepted + num_accepted)
+        before = self._groups.pop(group, (0.0, 0.0, 0.0))
+        num = len(judged) + fade * before[0]
+        expected, accepted = expected + fade * before[1], num_accepted + fade * before[2]
+        self._groups[group] = (num, expected, accepted)
+        self._group_factors[group] = _factor(num, expected, accepted, self._prior.leaning)
         if len(self._groups) > self._prior.num_groups:
-            self._groups.popitem(last=False)
+            oldest, _ = self._groups.popitem(last=False)
+            del self._group_factors[oldest]
+
+
+def _factor(num: float, expected: float, accepted: float, lean: float) -> float:
+    """See `Acceptance._factors`; of `num` tokens, and leaning on what was expected of so many."""
+    if accepted <= expected:
+        return (accepted + lean) / (expected + lean)
+    leaning = lean * (num - expected) / num
+    return (num - expected + leaning + TINY) / (num - accepted + leaning + TINY)
+
+
+def _multiplied(rates: Array, factors: Array) -> Array:
+    """By the factors of groups."""
+    return np.where(factors <= 1.0, rates * factors, 1.0 - (1.0 - rates) / factors)
 
 
 def _with_means(rates: Array, shares: Array, means: Array) -> Array:

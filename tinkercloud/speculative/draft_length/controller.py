@@ -15,6 +15,7 @@ may be wrong, so:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from tinkercloud.speculative.draft_length.fixed_length import DraftLength
 from tinkercloud.speculative.draft_length.planning import Estimates, Planner, PlannerSettings
@@ -31,7 +32,6 @@ FREE_PATIENCE, FREE_GAIN = 32, 2.0
 # Share of a plain round below which the first draft's time ends the warm-up: what a step costs is
 # not known yet, so less than what is taken to cost nothing later.
 NEGLIGIBLE = 0.01
-AGED = 0.25  # what counts of acceptance weigh after a change of weights or draft
 # Where drafts cost nothing, speculative rounds that are learned from together, at most, and the
 # share of their tokens in what is known: while the target's weights have every cache, code that
 # runs again at once takes a third. The second ones where drafts gain as much as GREAT_GAIN: there
@@ -83,6 +83,8 @@ class DraftLengthController(DraftLength):
         self._free = False
         self._unlearned: list[_Past] = []  # the newest rounds
         self._num_unlearned = 0  # drafted tokens
+        self._skipped_ms: list[float] = []  # of rounds of so many sequences, since the last `limits`
+        self._num_skipping = 0
         self.is_on = False
         self.kind = Kind.PLAIN
         self.reason = Reason.NONE
@@ -102,7 +104,7 @@ class DraftLengthController(DraftLength):
             self._estimates.costs.doubt()
             self._estimates.drafting.forget()  # it is met anew
         else:
-            self._estimates.acceptance.age(AGED)
+            self._estimates.acceptance.doubt()
         self._probing.hasten()
         self._profit.reset()
         self._planner.discard_plan()
@@ -112,6 +114,7 @@ class DraftLengthController(DraftLength):
     def limits(self, loads: Sequence[Load]) -> list[int]:
         settings = self._settings
         self._loads = tuple(loads)
+        self._learn_skipped()
         if self._unlearned and not self._stopped and self._planner.serves(self._loads):
             self.reason = Reason.NONE
             return list(self._limits)  # nothing was learned since they were decided
@@ -262,9 +265,24 @@ class DraftLengthController(DraftLength):
             if times.usable and (last_round.num_verified or not past.free):
                 self._profit.add(worth_ms, times.all_ms, last_round.num_sequences)
 
-    def skipped(self, ms: float) -> None:
+    def skipped(self, ms: float, num_sequences: int, *, usable: bool) -> None:
         self._probing.advance(ms)
         self._profit.advance()
+        if num_sequences != self._num_skipping:
+            self._num_skipping = num_sequences
+            self._skipped_ms.clear()
+        if usable:
+            self._skipped_ms.append(ms)
+
+    def _learn_skipped(self) -> None:
+        """They are plain rounds, and the newest: a machine that became slower since the last one
+        with drafts must not look as if those took longer."""
+        if self._skipped_ms:
+            context = sum(load.context for load in self._loads) / len(self._loads)
+            typical_ms, many = median(self._skipped_ms), self._num_skipping
+            num = len(self._skipped_ms)
+            self._estimates.costs.observe(many, many, context, typical_ms, num_rounds=num)
+            self._skipped_ms.clear()
 
     def _learn_times(self, last_round: Round) -> None:
         estimates, times = self._estimates, last_round.times

@@ -138,8 +138,11 @@ class CostTable:
         """How many times slower than at the start everything is."""
         return exp(self._log_slowdown)
 
-    def observe(self, rows: int, sequences: int, context: float, ms: float) -> float:
-        """A round took `ms`, its drafting apart. How many times slower than at the start it was."""
+    def observe(
+        self, rows: int, sequences: int, context: float, ms: float, *, num_rounds: int = 1
+    ) -> float:
+        """So many rounds took `ms` each, their drafting apart. How many times slower than at the
+        start they were."""
         if ms <= 0:
             return self.slowdown
         kind = VERIFY if rows > sequences else PLAIN
@@ -149,7 +152,7 @@ class CostTable:
         if self._last is not None and self._last[:2] != (kind, here):
             self._compare(self._last, (kind, here, slower))
             error = log(ms / self._ms_of(kind, rows, sequences, context))
-        self._log_slowdown += SLOWDOWN_STEP * _clipped(error)
+        self._log_slowdown += (1.0 - (1.0 - SLOWDOWN_STEP) ** num_rounds) * _clipped(error)
         self._last = (kind, here, slower)
         return exp(slower)
 

@@ -27,8 +27,9 @@ class DraftLength(Protocol):
     def observe(self, last_round: Round) -> None:
         """The round of the last `limits` is over."""
 
-    def skipped(self, ms: float) -> None:
-        """A round took `ms` for which `limits` was not asked; nothing was drafted in it."""
+    def skipped(self, ms: float, num_sequences: int, *, usable: bool) -> None:
+        """A round of so many took `ms` for which `limits` was not asked; nothing was drafted in it.
+        usable: as of `Times`."""
 
     def renew(self, expected: Sequence[float] = ()) -> None:
         """New weights, or a new draft: what was learned is worth less. expected: acceptance by

@@ -75,34 +75,40 @@ def choose(
     take less time so. survivals: of each draft's tokens. times_plain: how long a round with so many
     drafted rows takes, in plain rounds, from 0 on; beyond its end none is verified."""
     limit, many = limit or Limit(), len(survivals)
-    tokens = [(s, i) for i, draft in enumerate(survivals) for s in draft if s > 0.0]
-    order = sorted(tokens, key=lambda token: -token[0])
+    tokens = [
+        (-s, depth, i)  # in the order in which they are to be taken
+        for i, draft in enumerate(survivals)
+        for depth, s in enumerate(draft)
+        if s > 0.0
+    ]
+    order = sorted(tokens)
     within = int(min(limit.rows, len(times_plain) - 1))
     gained, most, best = 0.0, 0, 1.0
-    for num, (survival, _) in enumerate(order[:within], 1):
-        gained += survival
+    for num, (minus_survival, _, _) in enumerate(order[:within], 1):
+        gained -= minus_survival
         times = (many + gained) / (many * times_plain[num])
         if times > best:
             most, best = num, times
     if most and limit.urgency is not None:
         weights = limit.urgency.tolist()
-        urgent = sorted(tokens, key=lambda token: -token[0] * weights[token[1]])
-        gained = sum(survival for survival, _ in urgent[:most])
+        urgent = sorted([(s * weights[i], depth, i, s) for s, depth, i in tokens])[:most]
+        gained = -sum([token[3] for token in urgent])
         times = (many + gained) / (many * times_plain[most])
         if times >= max(1.0, (1.0 - limit.sacrifice) * best):
             order, best = urgent, times
     counts = [0] * many
-    for _, i in order[:most]:
-        counts[i] += 1
+    for token in order[:most]:
+        counts[token[2]] += 1
     plain = many / plain_ms
     return Allocation(tuple(counts), best * plain, plain)
 
 
 def _order(weights: Array) -> NDArray[np.int64]:
     """Indices into the flat (B, D), heaviest first, without those of no weight; of equals the
-    shallower one."""
-    order = np.argsort(-weights, axis=None, kind="stable")
-    return order[: np.count_nonzero(weights)]
+    shallower one, whoever's it is: what a draft's first token is worth is better known."""
+    many, depths = weights.shape
+    order = np.argsort(-weights.T, axis=None, kind="stable")[: np.count_nonzero(weights)]
+    return order % many * depths + order // many
 
 
 def _goodput(

@@ -100,7 +100,7 @@ class EverySecond(Watched):
         verified = len(self.rounds) % 2 == 1
         return [len(draft) if verified else 0 for draft in confidences]
 
-    def skipped(self, ms: float) -> None:
+    def skipped(self, ms: float, num_sequences: int, *, usable: bool) -> None:
         self.log += "."
 
     def observe(self, last_round: Round) -> None:
