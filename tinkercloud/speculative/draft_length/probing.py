@@ -49,6 +49,10 @@ class Probing:
             else min(max(2 * self.interval, self._schedule.every), self._schedule.limit)
         )
 
+    def rest(self) -> None:
+        """Drafts were verified without a probe."""
+        self._waited = 0
+
     def hasten(self) -> None:
         """What was learned may be wrong by now."""
         self.interval = self._schedule.soon
