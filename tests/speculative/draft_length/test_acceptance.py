@@ -146,6 +146,34 @@ def test_a_group_whose_drafts_stand_more_often_is_told_apart():
     assert survivals == pytest.approx([0.9, 0.3, 0.6], abs=0.12)
 
 
+def test_where_all_groups_do_better_than_before_none_is_told_apart():
+    """Rates follow what is accepted of all; a factor beside them would follow it twice."""
+    acceptance, groups = learned(drafts({0.9: 0.3}, 500), memory=1e9), ("a", "b", "c")
+    for _ in range(12):
+        acceptance.learn([a_round([(0.9,) * K] * 3, [K] * 3, groups)])
+    expected = survivals_of(acceptance, [(0.9,)])[0, 0]
+    assert 0.3 < expected < 0.4
+    told = survivals_of(acceptance, [(0.9,)] * 3, groups)[:, 0]
+    assert told == pytest.approx([expected] * 3, abs=0.05)
+
+
+def test_of_the_best_group_no_token_is_sure_and_of_the_worst_none_is_hopeless():
+    acceptance, groups = learned(drafts({0.9: 0.7}, 500), memory=1e9), ("good", "bad")
+    for _ in range(100):
+        acceptance.learn([a_round([(0.9,) * K] * 2, [K, 0], groups)])
+    good, bad = survivals_of(acceptance, [(0.9,) * K] * 2, groups)[:, 0]
+    assert 0.9 < good < 1.0 and 0.0 < bad < 0.2
+
+
+def test_new_weights_leave_little_of_what_was_counted():
+    acceptance = learned(drafts({0.9: 0.2}, 2000), memory=1e9)
+    acceptance.doubt()
+    assert acceptance.num_known == pytest.approx(16.0)
+    assert survivals_of(acceptance, [(0.9,)])[0, 0] == pytest.approx(0.25, abs=0.06)
+    acceptance.learn([a_round([(0.9,)] * 32, [1] * 32)])
+    assert survivals_of(acceptance, [(0.9,)])[0, 0] > 0.6
+
+
 def test_groups_are_remembered_up_to_a_limit():
     acceptance = Acceptance(K, Prior(num_groups=10))
     for group in range(50):

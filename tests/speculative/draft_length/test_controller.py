@@ -277,6 +277,52 @@ def test_rounds_in_which_it_is_not_asked_count_for_probes_and_bars():
     assert not controller._profit.is_barred
 
 
+def test_rounds_in_which_it_is_not_asked_tell_how_fast_the_machine_is():
+    """One that became slower meanwhile must not look as if verifying took longer."""
+    ratios = []
+    for taught in (False, True):
+        controller = DraftLengthController(Estimates(few_cores_table()))
+        costs = controller._estimates.costs
+        for slower in (1.0, 1.5):
+            for _ in range(20):
+                controller.skipped(slower * few_cores(4), 4, usable=taught or slower == 1.0)
+            controller.limits(loads(4))
+        costs.observe(12, 4, 100.0, 1.5 * few_cores(12))
+        ratios.append(costs.verify_ms(np.array([12.0]), 4, 100.0)[0] / costs.plain_ms(4, 100.0))
+        assert (costs.slowdown > 1.4) is taught
+    expected = few_cores(12) / few_cores(4)
+    assert ratios[1] == pytest.approx(expected, rel=0.01) and ratios[0] > 1.05 * expected
+
+
+def few_cores_table() -> CostTable:
+    ms = tuple(few_cores(rows) for rows in ROWS)
+    return CostTable(MeasuredCosts(ROWS, ms, ms))
+
+
+def test_drafts_of_many_are_shorter_and_together_about_what_a_forward_holds():
+    settings = ControllerSettings(PlannerSettings(max_tokens=24, max_rows=256))
+    for many, longest in ((1, 24), (8, 24), (16, 16), (32, 8), (64, 8)):
+        controller = DraftLengthController(Estimates(few_cores_table()), settings)
+        controller._estimates.drafting.num_rounds = len(settings.warm_up)
+        assert controller.limits(loads(many)) == [longest] * many
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.98, 8), (0.5, 4)])
+def test_the_more_drafts_gain_the_more_rounds_are_learned_from_together(rate, most):
+    run = ran(started(few_cores, Drafter((rate,), token_ms=0.0), seed=1), 1, 300)
+    learned = Counter[int]()
+    acceptance = run.controller._estimates.acceptance
+    learn = acceptance.learn
+
+    def counted(rounds: list[Round]) -> None:
+        learned[len(rounds)] += 1
+        learn(rounds)
+
+    acceptance.learn = counted
+    ran(run, 1, 300)
+    assert max(learned) == most
+
+
 def test_a_drafter_that_becomes_bad_is_switched_off_soon():
     drafter = Drafter((0.9,), step_ms=2.0)
     run = ran(started(memory_bound, drafter, seed=3), 8, 300)

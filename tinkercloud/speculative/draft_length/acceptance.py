@@ -34,7 +34,6 @@ DEEPER_LEANING = 2.0
 DOUBTED, DOUBTED_TOKENS = 0.25, 16.0
 Counts = tuple[float, float, float]
 NOTHING: Counts = (0.0, 0.0, 0.0)
-TINY = 1e-6
 MOST_SHIFT, BISECTIONS = 10.0, 24  # of log odds
 
 
@@ -208,9 +207,10 @@ class Acceptance:
 
     @property
     def _listed_rates(self) -> list[list[float]]:
-        if self._fitted_list is None:
-            self._fitted_list = self._rates.tolist()
-        return self._fitted_list
+        listed = self._fitted_list
+        if listed is None:
+            listed = self._fitted_list = self._rates.tolist()
+        return listed
 
     def _fitted(self) -> Array:
         lean = self._prior.leaning
@@ -249,14 +249,13 @@ class Acceptance:
         lean, (num, expected, accepted) = self._prior.leaning, self._groups[group]
         all_num, all_expected, all_accepted = self._all_groups
         if all_accepted <= all_expected:
-            expected *= (all_accepted + lean) / (all_expected + lean)
+            expected *= (all_accepted + 1.0) / (all_expected + 1.0)
         else:
-            rejected = (all_num - all_accepted + lean) / (all_num - all_expected + lean)
+            rejected = (all_num - all_accepted + 1.0) / (all_num - all_expected + 1.0)
             expected = num - (num - expected) * rejected
         if accepted <= expected:
             return (accepted + lean) / (expected + lean)
-        leaning = lean * (num - expected) / num
-        return (num - expected + leaning + TINY) / (num - accepted + leaning + TINY)
+        return (num - expected + lean) / (num - accepted + lean)
 
     def _learn_group(
         self, group: Hashable, num_groups: int, judged: Sequence[int], num_accepted: int

@@ -83,8 +83,8 @@ class DraftLengthController(DraftLength):
         self._free = False
         self._unlearned: list[_Past] = []  # the newest rounds
         self._num_unlearned = 0  # drafted tokens
-        self._skipped_ms: list[float] = []  # of rounds of so many sequences, since the last `limits`
-        self._num_skipping = 0
+        self._skipped_ms: list[float] = []  # since the last `limits`
+        self._num_skipping = 0  # sequences, in those rounds
         self.is_on = False
         self.kind = Kind.PLAIN
         self.reason = Reason.NONE

@@ -77,9 +77,8 @@ class Planner:
 
     def serves(self, loads: Sequence[Load]) -> bool:
         """Whether the plan does for these sequences too, which then are those of the next round."""
-        alike = len(loads) == len(self._loads) and all(
-            [a.speculates == b.speculates for a, b in zip(loads, self._loads, strict=True)]
-        )
+        speculating = [load.speculates for load in loads]
+        alike = speculating == [load.speculates for load in self._loads]
         if not alike or self._rounds_left <= 0:
             return False
         self._loads = tuple(loads)
