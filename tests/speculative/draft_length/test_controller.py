@@ -271,10 +271,10 @@ def test_rounds_in_which_it_is_not_asked_count_for_probes_and_bars():
     assert probes[1] >= probes[0] > 3
     controller = quiet_controller()
     controller._profit.barred_rounds = 2
-    controller.skipped(10.0, 4, usable=False)
-    assert controller._profit.is_barred
-    controller.skipped(10.0, 4, usable=False)
-    assert not controller._profit.is_barred
+    for is_barred in (True, False):
+        controller.skipped(10.0, 4, usable=False)
+        controller.limits(loads(4))
+        assert controller._profit.is_barred is is_barred
 
 
 def test_rounds_in_which_it_is_not_asked_tell_how_fast_the_machine_is():
@@ -305,6 +305,13 @@ def test_drafts_of_many_are_shorter_and_together_about_what_a_forward_holds():
         controller = DraftLengthController(Estimates(few_cores_table()), settings)
         controller._estimates.drafting.num_rounds = len(settings.warm_up)
         assert controller.limits(loads(many)) == [longest] * many
+
+
+def test_where_no_draft_could_pay_none_is_asked_for_though_it_costs_nothing():
+    run = ran(started(compute_bound, Drafter((1.0,), token_ms=0.0), seed=1), 128, 20)
+    assert not any(run.controller.limits(loads(128)))
+    assert run.controller.reason is Reason.TOO_MANY
+    assert any(run.controller.limits(loads(1)))
 
 
 @pytest.mark.parametrize(("rate", "most"), [(0.98, 8), (0.5, 4)])

@@ -278,10 +278,11 @@ class Speculation(Speculator):
         )
 
     def end_round(self, all_ms: float, *, usable: bool) -> None:
-        entries, self._round = list(self._round.values()), {}
         if self.is_skipping:
+            self.is_skipping = False
             self._controller.skipped(all_ms, self._num_skipping, usable=usable)
-        self.is_skipping = False
+            return
+        entries, self._round = list(self._round.values()), {}
         if not entries:
             return
         own_ms = self._catch_up_ms + self._draft_ms + self._host_ms

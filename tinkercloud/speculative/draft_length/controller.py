@@ -83,8 +83,8 @@ class DraftLengthController(DraftLength):
         self._free = False
         self._unlearned: list[_Past] = []  # the newest rounds
         self._num_unlearned = 0  # drafted tokens
-        self._skipped_ms: list[float] = []  # since the last `limits`
-        self._num_skipping = 0  # sequences, in those rounds
+        # Since the last `limits`: milliseconds, sequences, whether the time is usable.
+        self._skipped: list[tuple[float, int, bool]] = []
         self.is_on = False
         self.kind = Kind.PLAIN
         self.reason = Reason.NONE
@@ -147,9 +147,11 @@ class DraftLengthController(DraftLength):
             return Kind.COMPARISON, Reason.COMPARING
         if not self.is_on and self._probing.due(self._probe_loss_ms()):
             return Kind.PROBE, Reason.NONE
-        if self.is_on or (self._planner.is_free and not self._profit.is_barred):
+        if self._profit.is_barred:
+            return Kind.PLAIN, Reason.BEHIND
+        if self.is_on or (self._planner.is_free and self._planner.may_pay):
             return Kind.SPECULATIVE, Reason.NONE
-        return Kind.PLAIN, Reason.BEHIND if self._profit.is_barred else self._planner.reason
+        return Kind.PLAIN, self._planner.reason
 
     @property
     def _rounds_to_compare(self) -> int:
@@ -268,23 +270,20 @@ class DraftLengthController(DraftLength):
                 self._profit.add(worth_ms, times.all_ms, last_round.num_sequences)
 
     def skipped(self, ms: float, num_sequences: int, *, usable: bool) -> None:
-        self._probing.advance(ms)
-        self._profit.advance()
-        if num_sequences != self._num_skipping:
-            self._num_skipping = num_sequences
-            self._skipped_ms.clear()
-        if usable:
-            self._skipped_ms.append(ms)
+        self._skipped.append((ms, num_sequences, usable))
 
     def _learn_skipped(self) -> None:
         """They are plain rounds, and the newest: a machine that became slower since the last one
         with drafts must not look as if those took longer."""
-        if self._skipped_ms:
+        skipped, self._skipped = self._skipped, []
+        for ms, _, _ in skipped:
+            self._probing.advance(ms)
+            self._profit.advance()
+        many = skipped[-1][1] if skipped else 0
+        alike = [ms for ms, num, usable in skipped if usable and num == many]
+        if alike:
             context = sum(load.context for load in self._loads) / len(self._loads)
-            typical_ms, many = median(self._skipped_ms), self._num_skipping
-            num = len(self._skipped_ms)
-            self._estimates.costs.observe(many, many, context, typical_ms, num_rounds=num)
-            self._skipped_ms.clear()
+            self._estimates.costs.observe(many, many, context, median(alike), num_rounds=len(alike))
 
     def _learn_times(self, last_round: Round) -> None:
         estimates, times = self._estimates, last_round.times

@@ -60,6 +60,7 @@ class Planner:
         self._plain_ms: float | None = None
         self._longest_share: float | None = None
         self._times_plain: list[float] | None = None
+        self._may_pay: bool | None = None
 
     def set_loads(self, loads: Sequence[Load]) -> None:
         """The sequences of the next round, one at least."""
@@ -70,7 +71,7 @@ class Planner:
         self._plain_ms = self._longest_share = None
         self._rounds_left -= 1
         if changed or self._rounds_left < 0:
-            self._plan = self._reason = self._times_plain = None
+            self._plan = self._reason = self._times_plain = self._may_pay = None
             rounds = FREE_PLAN_ROUNDS if self.is_free else PLAN_ROUNDS
             self._rounds_left = rounds + len(loads) // SEQUENCES_OF_ROUND
             self._idle_rounds_left = IDLE_ROUNDS
@@ -103,11 +104,20 @@ class Planner:
         return self._plan
 
     @property
+    def may_pay(self) -> bool:
+        """Whether any number of drafted tokens is worth its rows if all are accepted."""
+        if self._may_pay is None:
+            many, least = len(self._loads), 1.0 + self._settings.worthwhile
+            times = enumerate(self._in_plain_rounds())
+            self._may_pay = any((many + num) / many > least * time for num, time in times)
+        return self._may_pay
+
+    @property
     def reason(self) -> Reason:
         """Why nothing is drafted, if nothing is: what would have to be otherwise."""
         if self._reason is None:
             least = self._settings.worthwhile
-            if self._best_plan(perfect=True, free=True).gain <= least:
+            if not self.may_pay or self._best_plan(perfect=True, free=True).gain <= least:
                 self._reason = Reason.TOO_MANY
             elif self._best_plan(free=True).gain <= least:
                 self._reason = Reason.ACCEPTANCE
