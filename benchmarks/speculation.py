@@ -63,7 +63,7 @@ class Scale:
     tokens: int = 256
     repeats: int = 11
     even_repeats: int = 7
-    short_repeats: int = 15
+    short_repeats: int = 25
     most: int = 128
     most_fixed: int = 32
     many_tokens: int = 48

@@ -9,7 +9,8 @@ look like a deep draft.
 MEMORY = 0.995  # of what was learned, per round
 OUTLIER = 3.0  # times what was expected: a time counts at most so much
 SETTLED = 8  # rounds after which outliers are known
-SOLVE_EVERY = 8  # rounds, once settled: it takes as long as the rest of a round's bookkeeping
+# It takes as long as the rest of a round's bookkeeping: after these rounds, then after every so many.
+FIRST_SOLVED, SOLVE_EVERY = (1, 2, 3, 4, 6), 8
 SWEEPS = 12
 TINY = 1e-4  # milliseconds; below, a time is noise
 
@@ -43,7 +44,7 @@ class DraftCosts:
             row = self._squares[i]
             row[:] = [MEMORY * s + feature * f for s, f in zip(row, features, strict=True)]
             self._products[i] = MEMORY * self._products[i] + feature
-        if self.num_rounds <= SETTLED or self.num_rounds % SOLVE_EVERY == 0:
+        if self.num_rounds in FIRST_SOLVED or self.num_rounds % SOLVE_EVERY == 0:
             self._solve()
 
     def forget(self) -> None:
