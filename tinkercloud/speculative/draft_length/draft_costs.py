@@ -9,7 +9,7 @@ look like a deep draft.
 MEMORY = 0.995  # of what was learned, per round
 OUTLIER = 3.0  # times what was expected: a time counts at most so much
 SETTLED = 8  # rounds after which outliers are known
-# It takes as long as the rest of a round's bookkeeping: after these rounds, then after every so many.
+# After these rounds, then every so many: it takes as long as the rest of what a round teaches.
 FIRST_SOLVED, SOLVE_EVERY = (1, 2, 3, 4, 6), 8
 SWEEPS = 12
 TINY = 1e-4  # milliseconds; below, a time is noise
