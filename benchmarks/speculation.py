@@ -24,10 +24,10 @@ from tinkercloud.commands.bench import (
     PROSE,
     STRUCTURED,
     Comparison,
-    Fastest,
+    Turns,
     Workload,
     compared,
-    fastest,
+    in_turns,
 )
 from tinkercloud.core.types import FromBase, SampleRequest, SamplingParams
 from tinkercloud.embedded.drafting.step_costs import round_costs
@@ -171,7 +171,7 @@ def measured(workload: Workload, model: LocalModel, scale: Scale, table: CostTab
     contenders = {PLAIN: engines.plain(), DRAFTS: engines}
     lengths = fixed(engines) if at_once <= scale.most_fixed else {}
     contenders |= {f"{length} drafted": factory for length, factory in lengths.items()}
-    found = fastest(workload, contenders, scale.repeats_of(workload))
+    found = in_turns(workload, contenders, scale.repeats_of(workload))
     comparison = compared(workload, found[PLAIN], found[DRAFTS])
     hindsight = hindsight_of(found, lengths)
     row = load_row(comparison, at_once, hindsight, hindsight.bound(table, at_once, CONTEXT))
@@ -181,12 +181,12 @@ def measured(workload: Workload, model: LocalModel, scale: Scale, table: CostTab
     return [row], targets
 
 
-def hindsight_of(found: Mapping[str, Fastest], lengths: Iterable[int]) -> Hindsight:
-    plain_s, times, acceptance = found[PLAIN].run.seconds, {}, {}
+def hindsight_of(found: Mapping[str, Turns], lengths: Iterable[int]) -> Hindsight:
+    times, acceptance = {}, {}
     for length in lengths:
         seen = found[f"{length} drafted"]
         assert seen.acceptance is not None
-        times[length] = plain_s / seen.run.seconds
+        times[length] = seen.times(found[PLAIN])
         acceptance[length] = seen.acceptance
     return Hindsight(times, acceptance)
 
@@ -233,12 +233,11 @@ def epoch_rows(epochs: Epochs, table: CostTable) -> list[tuple[Cell, ...]]:
     rows = []
     for name, first, last in (("RL, epoch 1", 0, 1), ("RL, later epochs", 1, len(epochs.tokens))):
         some = slice(first, last)
-        tokens, plain_s, drafted_s = (
-            sum(values[some]) for values in (epochs.tokens, epochs.plain_s, epochs.drafted_s)
-        )
-        if plain_s:
+        tokens = sum(epochs.tokens[some])
+        if tokens:
+            plain_s, drafted_s = epochs.plain_s.typical(some), epochs.drafted_s.typical(some)
             speeds = (round(tokens / plain_s, 1), round(tokens / drafted_s, 1))
-            times = round(plain_s / drafted_s, 2)
+            times = round(epochs.times(first, last), 2)
             hindsight = epochs.hindsight(first, last)
             bound = hindsight.bound(table, epochs.at_once, CONTEXT)
             cells = hindsight_cells(hindsight, bound)
@@ -304,9 +303,10 @@ def description(model: LocalModel, scale: Scale, loads: Loads, runs: Sequence[Ep
 
 ABOUT = """\
 SmolLM2-135M-Instruct in {dtype}, the suffix drafter under its draft-length controller, against the
-same engine without drafts, in alternating runs; the best of each counts. Before a speed is reported
-all tokens and log-probabilities of both are compared, bit by bit. JSON, code and arithmetic: one
-sample of {scale.tokens} tokens that continues such a text. Prose: one prompt, samples of
+same engine without drafts, in turns, in each of which the machine is as fast for all: of the ratios
+of the turns the median counts, and of the speeds. Before a speed is reported all tokens and
+log-probabilities of both are compared, bit by bit. JSON, code and arithmetic: one sample of
+{scale.tokens} tokens that continues such a text. Prose: one prompt, samples of
 {scale.many_tokens} tokens. As they come: {scale.come} requests of all four kinds, of
 {scale.many_tokens} tokens on average and a quarter more, by a Poisson process that requests as many
 tokens a second as the machine writes with {level} at once; tokens/s until the last answer, an
@@ -314,8 +314,8 @@ answer's time from its request. Each of these runs begins with an empty drafter.
 {scale.rl.prompts} prompts with {scale.rl.samples} samples of up to {scale.rl.answer_tokens} tokens,
 {at_once} decoded at once, {scale.rl.epochs} epochs; the policy is a LoRA adapter of rank 16 that
 learned the form of an answer in {scale.rl.lessons} steps, and is updated after every epoch, so that
-drafts come from text of its earlier versions; {scale.rl.takes} times over, and of each epoch the
-best counts; mean rewards {rewards}. *tokens a pass*: of each sample, and of all epochs together.
+drafts come from text of its earlier versions; {scale.rl.takes} times over, in turns as well; mean
+rewards {rewards}. *tokens a pass*: of each sample, and of all epochs together.
 
 *best fixed length*: the suffix drafter with so many tokens asked for in every round, in
 the same alternating runs, chosen when all is known; 0: none. *bound*: what the best of them would

@@ -7,8 +7,8 @@ an update after every epoch, so that drafts come from what its earlier versions 
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -90,28 +90,43 @@ class RlScale:
     takes: int = 3
 
 
+class Takes(list[list[float]]):
+    """Seconds of each epoch, of each of its takes."""
+
+    def sums(self, epochs: slice) -> list[float]:
+        """Of each take."""
+        return [sum(take) for take in zip(*self[epochs], strict=True)]
+
+    def typical(self, epochs: slice) -> float:
+        return median(self.sums(epochs))
+
+    def times(self, other: "Takes", epochs: slice) -> float:
+        """How many times as fast as the other: the median of the takes."""
+        pairs = zip(other.sums(epochs), self.sums(epochs), strict=True)
+        return median(theirs / ours for theirs, ours in pairs)
+
+
 @dataclass
 class Epochs:
-    """Seconds of each epoch's rollouts with so many at once, plain, with drafts and with drafts of
-    fixed lengths, the best take of each, and their tokens. acceptance, fixed_acceptance: of all
-    epochs together, of one take."""
+    """Rollouts with so many at once, plain, with drafts and with drafts of fixed lengths, and their
+    tokens. acceptance, fixed_acceptance: of all epochs together, of one take."""
 
     at_once: int
-    plain_s: list[float] = field(default_factory=list)
-    drafted_s: list[float] = field(default_factory=list)
-    fixed_s: dict[int, list[float]] = field(default_factory=dict)
+    plain_s: Takes = field(default_factory=Takes)
+    drafted_s: Takes = field(default_factory=Takes)
+    fixed_s: dict[int, Takes] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     acceptance: AcceptanceSummary | None = None
     fixed_acceptance: dict[int, AcceptanceSummary] = field(default_factory=dict)
 
-    def times(self, first: int = 0) -> float:
-        return sum(self.plain_s[first:]) / sum(self.drafted_s[first:])
+    def times(self, first: int = 0, last: int | None = None) -> float:
+        return self.drafted_s.times(self.plain_s, slice(first, last))
 
     def hindsight(self, first: int, last: int) -> Hindsight:
         """Of the epochs from `first` to before `last`."""
-        plain_s = sum(self.plain_s[first:last])
-        times = {length: plain_s / sum(s[first:last]) for length, s in self.fixed_s.items()}
+        some = slice(first, last)
+        times = {length: s.times(self.plain_s, some) for length, s in self.fixed_s.items()}
         return Hindsight(times, self.fixed_acceptance)
 
 
@@ -131,7 +146,7 @@ class Rollouts:
             return [factory.make() for _ in range(takes)]
 
         lengths = {length: made(factory) for length, factory in fixed(engines).items()}
-        epochs = Epochs(at_once, fixed_s={length: [] for length in lengths})
+        epochs = Epochs(at_once, fixed_s={length: Takes() for length in lengths})
         return cls(made(engines.plain()), made(engines), lengths, epochs)
 
     def run(self, workload: Workload) -> list[list[SampleOutput]]:
@@ -141,16 +156,16 @@ class Rollouts:
             (self.drafted, self.epochs.drafted_s),
             *((engines, self.epochs.fixed_s[length]) for length, engines in self.fixed.items()),
         ]
-        best = [inf] * len(kinds)
+        for _, seconds in kinds:
+            seconds.append([])
         outputs = list[list[SampleOutput]]()
         for take in range(len(self.plain)):
             order = range(len(kinds))
             for kind in order if take % 2 else reversed(order):
-                rollout = run_timed(kinds[kind][0][take], workload)
+                engines, seconds = kinds[kind]
+                rollout = run_timed(engines[take], workload)
                 outputs.append(rollout.outputs)
-                best[kind] = min(best[kind], rollout.seconds)
-        for (_, seconds), took in zip(kinds, best, strict=True):
-            seconds.append(took)
+                seconds[-1].append(rollout.seconds)
         self.epochs.tokens.append(sum(len(s.tokens) for o in outputs[0] for s in o.sequences))
         return outputs
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isnan, nan
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -124,26 +125,34 @@ class AcceptanceSummary:
 
 
 @dataclass(slots=True)
-class Fastest:
-    """Of several runs of one engine. acceptance: in the last run, None where it does not draft."""
+class Turns:
+    """The runs of one engine, in turns with others. acceptance: in the last run, None where it does
+    not draft."""
 
-    run: TimedRun
-    acceptance: AcceptanceSummary | None
+    runs: list[TimedRun]
+    acceptance: AcceptanceSummary | None = None
+
+    @property
+    def typical(self) -> TimedRun:
+        return sorted(self.runs, key=lambda run: run.seconds)[len(self.runs) // 2]
+
+    def times(self, other: "Turns") -> float:
+        """How many times as fast as the other: the median of the turns, in each of which the
+        machine is as fast for both."""
+        pairs = zip(other.runs, self.runs, strict=True)
+        return median(theirs.seconds / ours.seconds for theirs, ours in pairs)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """The fastest runs; acceptance: in the last one."""
+    """plain, drafted: the typical runs. times: see `Turns`. acceptance: in the last run."""
 
     workload: Workload
     num_tokens: int
     plain: TimedRun
     drafted: TimedRun
+    times: float
     acceptance: AcceptanceSummary
-
-    @property
-    def times(self) -> float:
-        return self.plain.seconds / self.drafted.seconds
 
     def cells(self) -> tuple[str | int | float, ...]:
         """In the order of COLUMNS."""
@@ -236,22 +245,24 @@ def load_base(name: str, path: Path, config: Config) -> BaseModel:
 
 def compare(workload: Workload, engines: EngineFactory, repeats: int) -> Comparison:
     """Raises UnequalError."""
-    runs = fastest(workload, {"plain": engines.plain(), "drafts": engines}, repeats)
-    return compared(workload, runs["plain"], runs["drafts"])
+    turns = in_turns(workload, {"plain": engines.plain(), "drafts": engines}, repeats)
+    return compared(workload, turns["plain"], turns["drafts"])
 
 
-def compared(workload: Workload, plain: Fastest, drafted: Fastest) -> Comparison:
+def compared(workload: Workload, plain: Turns, drafted: Turns) -> Comparison:
     assert drafted.acceptance is not None
-    num_tokens = sum(len(s.tokens) for output in plain.run.outputs for s in output.sequences)
-    return Comparison(workload, num_tokens, plain.run, drafted.run, drafted.acceptance)
+    run = plain.typical
+    num_tokens = sum(len(s.tokens) for output in run.outputs for s in output.sequences)
+    times = drafted.times(plain)
+    return Comparison(workload, num_tokens, run, drafted.typical, times, drafted.acceptance)
 
 
-def fastest(
+def in_turns(
     workload: Workload, engines: Mapping[str, EngineFactory], repeats: int
-) -> dict[str, Fastest]:
-    """Of each, by its name, in alternating runs, so that a slow minute slows all. Raises
+) -> dict[str, Turns]:
+    """By name; each engine runs once in each turn, so that a slow minute slows all. Raises
     UnequalError."""
-    best: dict[str, Fastest] = {}
+    turns = {name: Turns([]) for name in engines}
     expected: list[SampleOutput] = []
     for _ in range(repeats):
         for name, factory in engines.items():
@@ -260,11 +271,10 @@ def fastest(
             expected = expected or run.outputs
             require_equal(f"{workload.name}, {name}", run.outputs, expected)
             counters = next(iter(engine.speculation()[0].values()), None)
-            acceptance = AcceptanceSummary.of(counters) if counters is not None else None
-            if name in best:
-                run = min(best[name].run, run, key=lambda run: run.seconds)
-            best[name] = Fastest(run, acceptance)
-    return best
+            turns[name].runs.append(run)
+            if counters is not None:
+                turns[name].acceptance = AcceptanceSummary.of(counters)
+    return turns
 
 
 def run_timed(engine: SamplingEngine, workload: Workload) -> TimedRun:
