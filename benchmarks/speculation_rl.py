@@ -20,6 +20,7 @@ from tinkercloud.commands.bench import (
     Workload,
     require_equal,
     run_timed,
+    times_as_fast,
 )
 from tinkercloud.core.types import (
     AdamParams,
@@ -101,9 +102,8 @@ class Takes(list[list[float]]):
         return median(self.sums(epochs))
 
     def times(self, other: "Takes", epochs: slice) -> float:
-        """How many times as fast as the other: the median of the takes."""
-        pairs = zip(other.sums(epochs), self.sums(epochs), strict=True)
-        return median(theirs / ours for theirs, ours in pairs)
+        """How many times as fast as the other."""
+        return times_as_fast(self.sums(epochs), other.sums(epochs))
 
 
 @dataclass

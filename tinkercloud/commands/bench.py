@@ -137,10 +137,10 @@ class Turns:
         return sorted(self.runs, key=lambda run: run.seconds)[len(self.runs) // 2]
 
     def times(self, other: "Turns") -> float:
-        """How many times as fast as the other: the median of the turns, in each of which the
-        machine is as fast for both."""
-        pairs = zip(other.runs, self.runs, strict=True)
-        return median(theirs.seconds / ours.seconds for theirs, ours in pairs)
+        """How many times as fast as the other."""
+        return times_as_fast(
+            [run.seconds for run in self.runs], [run.seconds for run in other.runs]
+        )
 
 
 @dataclass(slots=True)
@@ -255,6 +255,12 @@ def compared(workload: Workload, plain: Turns, drafted: Turns) -> Comparison:
     num_tokens = sum(len(s.tokens) for output in run.outputs for s in output.sequences)
     times = drafted.times(plain)
     return Comparison(workload, num_tokens, run, drafted.typical, times, drafted.acceptance)
+
+
+def times_as_fast(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """As those that took the other seconds: the median of the turns, in each of which the machine
+    is as fast for both."""
+    return median(theirs / ours for theirs, ours in zip(others, seconds, strict=True))
 
 
 def in_turns(
