@@ -222,7 +222,7 @@ async def test_the_keeper_hears_that_an_operation_is_not_on_record(
         raise AssertionError
 
     heard: list[Ticket] = []
-    monkeypatch.setattr(tasks.lanes.recovery, "ended_unrecorded", heard.append)
+    monkeypatch.setattr(tasks.lanes.recovery, "unrecorded", heard.append)
     tasks.journal("OptimStep", resume, lambda ticket, outcome: True)
     proceed = asyncio.Event()
 

@@ -38,8 +38,9 @@ class RecoveryHooks(Protocol):
         """An operation is on record at this position; no other one of its model runs now."""
         ...
 
-    def ended_unrecorded(self, ticket: Ticket) -> None:
-        """An operation has ended, and goes on record later."""
+    def unrecorded(self, ticket: Ticket) -> None:
+        """The model may have an operation that is not on record: it goes there later, or the
+        operation was cancelled, and what computes it may not know that yet."""
         ...
 
 
@@ -52,7 +53,7 @@ class NoRecovery:
     async def ended(self, ticket: Ticket, position: int, took_s: float) -> None:
         return
 
-    def ended_unrecorded(self, ticket: Ticket) -> None:
+    def unrecorded(self, ticket: Ticket) -> None:
         return
 
 
@@ -140,16 +141,14 @@ class Lanes:
         async with lane.busy:
             yield
 
-    async def stop(self, within_s: float) -> set[tuple[str, str]]:
-        """Begin no operation any more; wait for those that run. (user, model) of what runs
-        still."""
+    async def stop(self, within_s: float) -> None:
+        """Begin no operation any more; wait for those that run, so long at most."""
         self._stopping = True
         workers = [lane.worker for lane in self._lanes.values() if lane.worker is not None]
         for lane in self._lanes.values():
             lane.changed.set()
         if workers:
             await asyncio.wait(workers, timeout=within_s)
-        return {key for key, lane in self._lanes.items() if lane.busy.locked()}
 
     async def _serve(self, lane: Lane) -> None:
         """Run the lane until nothing waits in it."""
@@ -166,8 +165,12 @@ class Lanes:
             async with lane.busy:
                 if verdict is Verdict.TOO_LATE:
                     await self._calls.finish(pending, TOO_LATE)
-                else:
+                    continue
+                try:
                     await self._run(lane, pending, work)
+                except asyncio.CancelledError:
+                    self.recovery.unrecorded(pending.ticket)
+                    raise
 
     async def _run(self, lane: Lane, pending: Pending, work: Work) -> None:
         began = time.monotonic()
@@ -182,7 +185,7 @@ class Lanes:
             took_s = time.monotonic() - began
             await self.recovery.ended(pending.ticket, lane.position, took_s)
         elif kept:
-            self.recovery.ended_unrecorded(pending.ticket)
+            self.recovery.unrecorded(pending.ticket)
 
 
 def _lane_after(past: LanePast, busy: asyncio.Lock) -> Lane:

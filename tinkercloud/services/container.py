@@ -123,7 +123,7 @@ class Services:
 
     async def close(self) -> None:
         """Work first, so that nothing reaches for what is closed after it."""
-        await self.stop_work()
+        await self.stop_work(drain=not self.tasks.is_closing)  # it had its time before
         await self.usage.flush()
         await self.sampling.close()
         self.bodies.close()
@@ -151,10 +151,10 @@ class Services:
         configured (drain False: none); what has not begun begins after the next start."""
         within_s = self.config.drain_s if drain else 0.0
         deadline = time.monotonic() + within_s
-        running = await self.tasks.lanes.stop(within_s)
+        await self.tasks.lanes.stop(within_s)
         await self.tasks.close()
-        settled = {key: p for key, p in self.recovery.positions.items() if key not in running}
-        await self.snapshots.close(settled, max(deadline - time.monotonic(), 0.0))
+        left_s = max(deadline - time.monotonic(), 0.0)
+        await self.snapshots.close(self.recovery.positions, left_s)
 
     async def _sweep_forever(self) -> None:
         config = self.config

@@ -147,8 +147,8 @@ class Recovery:
         self._positions[key], self._used_at[key] = position, time.monotonic()
         await self._snapshots.ended(key, position, took_s)
 
-    def ended_unrecorded(self, ticket: Ticket) -> None:
-        """The model has the operation and the journal has not: there is no position to take a
+    def unrecorded(self, ticket: Ticket) -> None:
+        """The model may have an operation that the journal has not: there is no position to take a
         snapshot at, as the operation would be done again after it."""
         assert ticket.model_id is not None
         self._positions.pop((ticket.user, ticket.model_id), None)
