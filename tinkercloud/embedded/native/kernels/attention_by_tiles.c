@@ -89,6 +89,23 @@ static const void *written_values(const void *values, int64_t head_dim, int64_t 
   return copy;
 }
 
+static void fetch_block(const void *block, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += LINE_BYTES) __builtin_prefetch((const char *)block + i);
+}
+
+/* The keys of the tile that this thread probably has next, and what places its rows. */
+static void fetch_next_tile(const tile_t *t) {
+  const pass_t *p = t->p;
+  const batch_t *batch = p->batch;
+  const int32_t *table = batch->tables + batch->sequence[t->next_row] * batch->table_stride;
+  int64_t end = batch->positions[t->next_row] + 1;
+  int64_t begin = t->layer->window ? MAX(0, end - t->layer->window) : 0;
+  int64_t size = (p->model->head_dim + p->model->key_errors) * KV_BLOCK * 2;
+  for (int64_t b = begin / KV_BLOCK; b * KV_BLOCK < end; b++)
+    fetch_block(keys_at(p->model, t->layer, table[b], t->next_h), size);
+  if (p->tiles_place) fetch_place(p, t->layer, t->next_row, t->next_h);
+}
+
 void attend_by_tiles(const tile_t *t) {
   const model_t *model = t->p->model;
   int64_t dh = model->head_dim, key_size = dh + model->key_errors;
@@ -108,6 +125,7 @@ void attend_by_tiles(const tile_t *t) {
   a.keep = g.keep, a.scales = g.scales;
   const int32_t *table = t->p->batch->tables + t->p->batch->sequence[t->row] * t->p->batch->table_stride;
   const scoring_t scoring = {model->score_scale, model->score_cap, PAIRED, 0};
+  int fetches = t->count <= MAX_QUERIES / 2; /* more are some of a prompt's */
   for (int64_t start = span.begin / UNIT * UNIT; start < span.end; start += most * UNIT) {
     int64_t end = MIN(start + most * UNIT, span.end);
     a.blocks = (end - start + KV_BLOCK - 1) / KV_BLOCK;
@@ -118,7 +136,10 @@ void attend_by_tiles(const tile_t *t) {
     }
     if (end % KV_BLOCK)
       values[a.blocks - 1] = written_values(values[a.blocks - 1], dh, end % KV_BLOCK, last_values);
+    if (fetches)
+      for (int64_t b = 0; b < a.blocks; b++) fetch_block(values[b], dh * KV_BLOCK * 2);
     score_narrow(&a);
+    if (fetches && end == span.end) fetch_next_tile(t);
     for (int64_t part = 0; part < parts; part++)
       for (int64_t unit = 0; unit * UNIT < end - start; unit++)
         soften_unit(&a, &scoring, &g, part, unit, start + unit * UNIT,

@@ -71,15 +71,18 @@ int multiply_low_rank(walk_t *w, const read_t *read) {
   return adapted;
 }
 
-/* Some rows and some panels of one module. */
+const void *panel_of(const model_t *model, const linear_t *linear, int64_t panel) {
+  return (const char *)linear->weight + panel * panel_bytes(model->is_narrow, linear->width);
+}
+
 void multiply_part(const pass_t *p, const read_t *read, int i, range_t rows, range_t panels,
-                   int adapted) {
+                   const void *next, int adapted) {
   const output_t *o = &read->outputs[i];
   int is_narrow = (int)p->model->is_narrow;
   product_t main = {.x = is_narrow ? (const void *)read->narrow_rows->inputs : read->x,
                     .x_stride = o->linear->width, .is_narrow = is_narrow,
-                    .w = o->linear->weight, .k = o->linear->width, .out = o->linear->out,
-                    .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride, .add = o->add,
+                    .w = o->linear->weight, .next = next, .k = o->linear->width,
+                    .out = o->linear->out, .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride, .add = o->add,
                     .scale = o->scale};
   multiply(&main, rows, panels);
   for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
@@ -98,23 +101,51 @@ static cut_t cut_of(const pass_t *p, const read_t *read, int i) {
   return cut_product(read->rows, p->model->is_narrow, linear->width, linear->out);
 }
 
-/* One or more modules that read the same rows, rows by rows and panels by panels. */
-void multiply_modules(walk_t *w, const read_t *read) {
-  int adapted = multiply_low_rank(w, read);
+/* Modules cut into tasks, rows by rows and panels by panels. */
+typedef struct {
+  const read_t *read;
   cut_t cuts[MOST_OUTPUTS];
-  int64_t per_rows = 0, row_tasks = 0;
+  int64_t per_rows, tasks;
+} tasks_t;
+
+typedef struct {
+  int i; /* of the modules */
+  range_t rows, panels;
+} task_t;
+
+static tasks_t tasks_of(const pass_t *p, const read_t *read) {
+  tasks_t all = {.read = read};
   assert(read->count <= MOST_OUTPUTS);
   for (int i = 0; i < read->count; i++) {
-    cuts[i] = cut_of(w->p, read, i);
-    per_rows += cuts[i].panel_tasks;
-    row_tasks = cuts[i].row_tasks; /* the same of all, as what they read is */
+    all.cuts[i] = cut_of(p, read, i);
+    all.per_rows += all.cuts[i].panel_tasks;
   }
-  for (int64_t task; (task = take(w)) < row_tasks * per_rows;) {
-    int64_t part = task % per_rows;
-    int i = 0;
-    while (part >= cuts[i].panel_tasks) part -= cuts[i++].panel_tasks;
-    multiply_part(w->p, read, i, part_of(read->rows, cuts[i].rows, task / per_rows),
-                part_of(panels_of(read->outputs[i].linear->out), cuts[i].panels, part), adapted);
+  all.tasks = all.cuts[0].row_tasks * all.per_rows; /* rows are cut alike in all, as they are read */
+  return all;
+}
+
+static task_t task_at(const tasks_t *all, int64_t index) {
+  int64_t part = index % all->per_rows;
+  int i = 0;
+  while (part >= all->cuts[i].panel_tasks) part -= all->cuts[i++].panel_tasks;
+  const linear_t *linear = all->read->outputs[i].linear;
+  return (task_t){i, part_of(all->read->rows, all->cuts[i].rows, index / all->per_rows),
+                  part_of(panels_of(linear->out), all->cuts[i].panels, part)};
+}
+
+/* One or more modules that read the same rows. */
+void multiply_modules(walk_t *w, const read_t *read) {
+  int adapted = multiply_low_rank(w, read);
+  const tasks_t all = tasks_of(w->p, read);
+  for (int64_t index; (index = take(w)) < all.tasks;) {
+    task_t task = task_at(&all, index);
+    int64_t later = index + w->team->size; /* what this thread probably has next */
+    const void *next = NULL;
+    if (later < all.tasks) {
+      task_t then = task_at(&all, later);
+      next = panel_of(w->p->model, read->outputs[then.i].linear, then.panels.first);
+    }
+    multiply_part(w->p, read, task.i, task.rows, task.panels, next, adapted);
   }
   end_stage(w);
 }
@@ -188,7 +219,9 @@ void multiply_gates(walk_t *w, const read_t *read, const output_t *down, void *k
   output_t outputs[] = {read->outputs[0], read->outputs[1]};
   read_t own = *read;
   own.outputs = outputs;
-  for (int64_t task; (task = take(w)) < cut.row_tasks * cut.panel_tasks;) {
+  int64_t tasks = cut.row_tasks * cut.panel_tasks;
+  for (int64_t task; (task = take(w)) < tasks;) {
+    int64_t later = task + w->team->size, panel = later % cut.panel_tasks * cut.panels;
     range_t rows = part_of(read->rows, cut.rows, task / cut.panel_tasks);
     range_t panels = part_of(panels_of(inner), cut.panels, task % cut.panel_tasks);
     range_t cols = {panels.first * PANEL, MIN(panels.end * PANEL, inner)};
@@ -196,8 +229,10 @@ void multiply_gates(walk_t *w, const read_t *read, const output_t *down, void *k
     outputs[0].y = gates.gate;
     outputs[1].y = gates.up;
     outputs[0].y_stride = outputs[1].y_stride = gates.stride;
-    multiply_part(p, &own, 0, rows, panels, adapted);
-    multiply_part(p, &own, 1, rows, panels, adapted);
+    multiply_part(p, &own, 0, rows, panels, panel_of(p->model, outputs[1].linear, panels.first),
+                  adapted);
+    multiply_part(p, &own, 1, rows, panels,
+                  later < tasks ? panel_of(p->model, outputs[0].linear, panel) : NULL, adapted);
     gate_rows(p, down->linear, &gates, rows, cols, is_wide, kept);
   }
   end_stage(w);

@@ -170,10 +170,11 @@ INTERNAL void multiply_gates(walk_t *w, const read_t *read, const output_t *down
 INTERNAL int64_t gates_size(const pass_t *p); /* floats of a thread */
 
 /* What `multiply_modules` is made of: a stage for the low-rank factors, where there are adapters,
-   which it returns; then some rows and some panels of module `i` at a time. */
+   which it returns; then some rows and some panels of module `i` at a time. next: as in product.h. */
 INTERNAL int multiply_low_rank(walk_t *w, const read_t *read);
+INTERNAL const void *panel_of(const model_t *model, const linear_t *linear, int64_t panel);
 INTERNAL void multiply_part(const pass_t *p, const read_t *read, int i, range_t rows,
-                            range_t panels, int adapted);
+                            range_t panels, const void *next, int adapted);
 
 /* ---- unembed.c, steps of a pass */
 

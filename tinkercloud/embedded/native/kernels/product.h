@@ -14,6 +14,7 @@ typedef struct {
   const void *x;    /* float [rows][x_stride], or narrow where w is */
   int64_t x_stride; /* in numbers; narrow rows have zeros beyond k, up to a multiple of 32 */
   const void *w;    /* packed */
+  const void *next; /* packed weights for as many inputs that the thread reads soon after; or NULL */
   int64_t is_narrow, k, out;
   const float *bias; /* of the outputs, or NULL */
   float *y;          /* [rows][y_stride] */

@@ -53,7 +53,7 @@ void cap_logits(walk_t *w, int64_t index) {
 #define GROUP_TILES 2 /* that meet a partition's weights before the next one does */
 
 static void visit_tile(const walk_t *w, const read_t *read, range_t rows, int64_t part,
-                       int adapted, visit_t *visit) {
+                       const void *next, int adapted, visit_t *visit) {
   range_t tokens = partition_at(w->p->model->vocab, part);
   float *tile = w->p->tiles + w->rank * SCORE_ROWS * PARTITION;
   output_t output = read->outputs[0];
@@ -62,7 +62,7 @@ static void visit_tile(const walk_t *w, const read_t *read, range_t rows, int64_
   read_t own = *read;
   own.outputs = &output;
   range_t panels = {tokens.first / PANEL, panels_of(tokens.end)};
-  multiply_part(w->p, &own, 0, rows, panels, adapted);
+  multiply_part(w->p, &own, 0, rows, panels, next, adapted);
   for (int64_t m = rows.first; m < rows.end; m++) {
     float *logits = tile + (m - rows.first) * PARTITION, cap = w->p->model->logit_cap;
     if (cap != 0.0f) cap_numbers(logits, tokens.end - tokens.first, cap);
@@ -78,11 +78,14 @@ void visit_partitions(walk_t *w, const int64_t *chosen, int64_t num_rows, visit_
       &(read_t){p->chosen, &p->narrow_rows[CHOSEN], num_rows, outputs, 1, chosen};
   int64_t count = partitions_of(p->model->vocab), group = GROUP_TILES * SCORE_ROWS;
   int adapted = multiply_low_rank(w, read);
-  for (int64_t task; (task = take(w)) < parts(num_rows, group) * count;) {
+  int64_t tasks = parts(num_rows, group) * count;
+  for (int64_t task; (task = take(w)) < tasks;) {
     range_t rows = part_of(num_rows, group, task / count);
+    int64_t later = task + w->team->size, panel = later % count * (PARTITION / PANEL);
+    const void *next = later < tasks ? panel_of(p->model, &p->model->head, panel) : NULL;
     for (int64_t first = rows.first; first < rows.end; first += SCORE_ROWS)
       visit_tile(w, read, (range_t){first, MIN(first + SCORE_ROWS, rows.end)}, task % count,
-                 adapted, visit);
+                 first + SCORE_ROWS < rows.end ? NULL : next, adapted, visit);
   }
   end_stage(w);
 }

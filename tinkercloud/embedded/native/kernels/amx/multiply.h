@@ -10,7 +10,7 @@
 
 #define TILE_STEPS 16 /* of a panel */
 #define TILE_BYTES (TILE_STEPS * STEP_BYTES)
-#define CHUNK_TILES 12 /* of a panel, at most, that meet all rows before the next do: first-level cache */
+#define CHUNK_TILES 10 /* of a panel, at most, that meet all rows before the next do: first-level cache */
 #define AHEAD 4        /* tiles before which memory is asked for, where one group reads them */
 #define MOST_SUMS 4
 #define ALONE __attribute__((noinline)) /* the registers are all needed */
@@ -25,9 +25,10 @@ typedef struct {
   int64_t w_stride; /* bytes from panel to panel */
   int64_t tiles;    /* of each panel */
   int begins;       /* from zero, not from `sums` */
-  /* Lines of weights that go into the second-level cache meanwhile: of each tile every
-     `fetch_step`th from `fetch_first` on, `fetch_bytes` behind it; 0: none. */
-  int64_t fetch_bytes, fetch_first, fetch_step;
+  /* Weights that go into the second-level cache meanwhile: so many lines with each tile, from here
+     on, of each panel. NULL: none. */
+  const char *fetch;
+  int64_t fetch_lines;
   float *sums;      /* so far, [panel][ROW_BLOCK][PANEL] */
   float *to;        /* where they go then */
   int64_t panel_step, row_step; /* of `to`, in floats */
@@ -65,10 +66,10 @@ INLINE void add_tiles(int both, int panels, const group_t *g, const char *x, con
 }
 
 INLINE void fetch_ahead(int panels, const group_t *g, int64_t tile) {
-  const char *w = g->w + tile * TILE_BYTES + g->fetch_bytes;
-  for (int c = 0; c < panels; c++, w += g->w_stride)
-    for (int64_t i = g->fetch_first; i < TILE_STEPS; i += g->fetch_step)
-      __builtin_prefetch(w + i * LINE_BYTES, 0, 2);
+  const char *from = g->fetch + tile * g->fetch_lines * LINE_BYTES;
+  for (int c = 0; c < panels; c++, from += g->w_stride)
+    for (int64_t i = 0; i < g->fetch_lines; i++)
+      __builtin_prefetch(from + i * LINE_BYTES, 0, 2);
 }
 
 INLINE void multiply_group(int both, int panels, const group_t *group) {
@@ -85,7 +86,7 @@ INLINE void multiply_group(int both, int panels, const group_t *group) {
     if (is_used(both, panels, 3)) TILE_LOAD(3, sums_of(g, both, 3), STEP_BYTES);
   }
   for (int64_t i = 0; i < g->tiles; i++) {
-    if (g->fetch_bytes) fetch_ahead(panels, g, i);
+    if (g->fetch) fetch_ahead(panels, g, i);
     add_tiles(both, panels, g, g->x + i * TILE_ROW_BYTES, g->w + i * TILE_BYTES);
   }
   int64_t stride = g->row_step * (int64_t)sizeof(float);
@@ -119,7 +120,19 @@ typedef struct {
   range_t rows;
   int both, is_first; /* is_first: of those that these panels meet */
   int64_t panel, panels;
+  const char *next; /* panels that are fetched meanwhile; or NULL */
 } block_t;
+
+/* What a group of some fetches: of the next panels' same tiles a part, one behind the other, since the
+   processor reads on from lines that follow each other, and waits 170 ns for each that does not. One
+   group alone: what it reads soon. first: of its tiles. */
+static void set_fetch(const block_t *b, int64_t group, int64_t groups, int64_t first, group_t *g) {
+  g->fetch_lines = parts(TILE_STEPS, groups);
+  if (groups == 1)
+    g->fetch = g->w + AHEAD * TILE_BYTES;
+  else if (b->next)
+    g->fetch = b->next + first * TILE_BYTES + g->tiles * TILE_STEPS * group / groups * LINE_BYTES;
+}
 
 /* The tiles first..first + count - 1 of panels, which are one chain or a part of it, into `sums`, or
    where `is_last` into y. */
@@ -128,17 +141,14 @@ static void add_chunk(const block_t *b, range_t tiles, int begins, sums_t *sums,
   int64_t rows = b->rows.end - b->rows.first, x_stride = p->x_stride * (int64_t)sizeof(narrow);
   group_t g = {.x_stride = x_stride, .w_stride = steps_of(1, p->k) * STEP_BYTES,
                .tiles = tiles.end - tiles.first, .begins = begins,
-               .fetch_step = parts(rows, GROUP_ROWS),
                .panel_step = is_last ? PANEL : ROW_BLOCK * PANEL,
                .row_step = is_last ? p->y_stride : PANEL};
   g.w = (const char *)p->w + b->panel * g.w_stride + tiles.first * TILE_BYTES;
-  if (b->is_first) /* the next panels, a part beside each group; one group is soon there */
-    g.fetch_bytes = rows > GROUP_ROWS ? b->panels * g.w_stride : AHEAD * TILE_BYTES;
   for (int64_t row = 0; row < rows; row += GROUP_ROWS) {
     g.x = (const char *)p->x + (b->rows.first + row) * x_stride + tiles.first * TILE_ROW_BYTES;
     g.sums = sums->of + row * PANEL;
     g.to = g.sums;
-    g.fetch_first = row / GROUP_ROWS;
+    if (b->is_first) set_fetch(b, row / GROUP_ROWS, parts(rows, GROUP_ROWS), tiles.first, &g);
     if (is_last) g.to = p->y + (b->rows.first + row) * p->y_stride + b->panel * PANEL;
     group_kernels[b->both][b->panels > 1](&g);
   }
@@ -197,13 +207,15 @@ static void configure(int64_t first, int64_t second) {
 static void multiply_groups(const product_t *p, range_t rows, range_t panels) {
   int64_t count = MIN(rows.end - rows.first, GROUP_ROWS);
   int64_t tile_rows[2] = {MIN(count, MOST_TILE_ROWS), MAX(count - MOST_TILE_ROWS, 0)};
-  int64_t together = panels_together(count);
+  int64_t together = panels_together(count), stride = panel_bytes(1, p->k);
   configure(tile_rows[0], tile_rows[1]);
   for (int64_t row = rows.first; row < rows.end; row += ROW_BLOCK)
     for (int64_t panel = panels.first, some; panel < panels.end; panel += some) {
       some = panel + together <= panels.end ? together : 1;
+      int ends = panel + some == panels.end;
       multiply_panels(&(block_t){p, {row, MIN(row + ROW_BLOCK, rows.end)}, tile_rows[1] > 0,
-                                 row == rows.first, panel, some});
+                                 row == rows.first, panel, some,
+                                 ends ? p->next : (const char *)p->w + (panel + some) * stride});
     }
 }
 
