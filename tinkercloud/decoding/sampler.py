@@ -174,7 +174,7 @@ class Drawn:
         leave something out, where logits are adjusted, and at temperature 0."""
         chances: list[float] = []
         # A number of a tensor takes several microseconds, one of an array a tenth of that.
-        is_here = self.logits.device.type == "cpu"
+        is_here = self.logits.device.type == "cpu" and self.logits.dtype == torch.float32
         logits = self.logits.numpy() if is_here else self.logits
         norms = self.norms.numpy() if is_here else self.norms
         for row, token in zip(rows, tokens, strict=False):

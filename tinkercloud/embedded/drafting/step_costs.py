@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 
 from tinkercloud.config import user_cache_dir
 from tinkercloud.core.types import SamplingParams
-from tinkercloud.decoding.sampler import RowParams, sample, sample_candidates
+from tinkercloud.decoding.sampler import Drawn, RowParams, sample, sample_candidates
 from tinkercloud.embedded.forward.batch import Batch, SequenceRows, ragged
 from tinkercloud.embedded.forward.kv_blocks import BLOCK_TOKENS, BlockPool, blocks_for
 from tinkercloud.embedded.forward.runners import Runner
@@ -23,6 +24,7 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.compiler import processor, source
 from tinkercloud.speculative.draft_length.costs import PASSES, CostTable, measure_costs
+from tinkercloud.speculative.verify import match
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +32,20 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 SLOW_MS = 40.0  # of one row; where it takes longer, fewer sizes are measured, once each
 SLOW_ROWS = (1, 2, 4, 8, 16, 32)
 MAX_BLOCKS_SHARE = 0.5  # of the free ones
+MEASURED = "with verdicts"  # what is measured: another word where that changes
 PROBES = 6  # rounds of one row; the fastest decides whether rows are slow
 BUSY = 2.0  # median over fastest round of one row, beyond which other processes disturb
+
+
+def judge(drawn: Drawn, counts: Sequence[int]) -> None:
+    """As after a round, of sequences with so many rows: which of their drafted tokens are accepted,
+    and how likely each was to be."""
+    tokens, first = drawn.tokens.tolist(), 0
+    for count in counts:
+        rows, first = range(first, first + count), first + count
+        drafted = tokens[rows.start : rows.stop - 1]
+        match(drafted, tokens[rows.start : rows.stop])
+        drawn.chances(rows, drafted)
 
 
 class RoundTimer:
@@ -61,9 +75,12 @@ class RoundTimer:
             began = time.perf_counter()
             logits = self._runner.forward(batch, self._pool)
             if self._runner.candidates is not None:
-                sample_candidates(self._runner.candidates, params)
+                kept = range(rows) if rows > sequences else [-1] * rows
+                drawn = sample_candidates(self._runner.candidates, params, kept)
             else:
-                sample(logits, params, self._runner.scan)
+                drawn = sample(logits, params, self._runner.scan)
+            if rows > sequences:
+                judge(drawn, counts.tolist())
             return 1e3 * (time.perf_counter() - began)
         finally:
             self._pool.free(blocks)
@@ -127,7 +144,7 @@ def _write(path: Path, costs: CostTable) -> None:
 
 def _path(base: BaseModel, num_threads: int) -> Path:
     linears = sorted(base.config.linear_shapes().items())
-    shape = (linears, str(base.dtype), num_threads, ROWS, PASSES)
+    shape = (linears, str(base.dtype), num_threads, ROWS, PASSES, MEASURED)
     digest = hashlib.sha256(f"{shape}\n{processor()}\n{source()}".encode()).hexdigest()[:24]
     return user_cache_dir() / f"round-costs-{digest}.json"
 

@@ -352,7 +352,8 @@ class Speculation(Speculator):
         if version.id not in self._epochs:
             self._epochs[version.id] = self._num_versions
             self._num_versions += 1
-            self.renew()
+            if self._num_versions > 1:  # nothing was learned before the first one
+                self.renew()
         return self._epochs[version.id]
 
 
