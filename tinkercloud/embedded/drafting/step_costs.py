@@ -24,7 +24,6 @@ from tinkercloud.embedded.model.base_model import BaseModel
 from tinkercloud.embedded.model.version import Version
 from tinkercloud.embedded.native.compiler import processor, source
 from tinkercloud.speculative.draft_length.costs import PASSES, CostTable, measure_costs
-from tinkercloud.speculative.verify import match
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +37,12 @@ BUSY = 2.0  # median over fastest round of one row, beyond which other processes
 
 
 def judge(drawn: Drawn, counts: Sequence[int]) -> None:
-    """As after a round, of sequences with so many rows: which of their drafted tokens are accepted,
-    and how likely each was to be."""
+    """As after a round, of sequences with so many rows: how likely each drafted token was to be
+    accepted, which takes most of what there is to do with verdicts."""
     tokens, first = drawn.tokens.tolist(), 0
     for count in counts:
         rows, first = range(first, first + count), first + count
         drafted = tokens[rows.start : rows.stop - 1]
-        match(drafted, tokens[rows.start : rows.stop])
         drawn.chances(rows, drafted)
 
 
