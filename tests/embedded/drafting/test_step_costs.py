@@ -1,12 +1,14 @@
 """What rounds cost on this machine: measured, kept, and never in the way."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.embedded.tiny import open_store
+from tinkercloud.decoding.sampler import Drawn
 from tinkercloud.embedded.drafting import step_costs as module
 from tinkercloud.embedded.drafting.step_costs import PROBES, RoundTimer, round_costs
 from tinkercloud.embedded.forward.kv_blocks import BlockPool
@@ -38,6 +40,26 @@ def test_times_are_measured_once_and_read_from_then_on(
     assert first.verify_ms(rows, 32, 64)[0] >= first.plain_ms(32, 64)
     monkeypatch.setattr(RoundTimer, "ms", lambda *_: pytest.fail("measured again"))
     assert round_costs(base, runner, pool, 1).to_json() == first.to_json()
+
+
+def test_a_round_that_verifies_is_timed_with_the_verdicts_on_its_drafts(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[tuple[list[int], int]] = []
+    chances = Drawn.chances
+
+    def counted(drawn: Drawn, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
+        found = chances(drawn, rows, tokens)
+        assert all(0.0 < chance <= 1.0 for chance in found)
+        judged.append((list(rows), len(found)))
+        return found
+
+    monkeypatch.setattr(Drawn, "chances", counted)
+    timer = RoundTimer(base, NativeRunner(1), pool_of(base, 300))
+    timer.ms(3, 3, 8)
+    assert not judged
+    timer.ms(5, 2, 8)
+    assert judged == [([0, 1, 2], 2), ([3, 4], 1)]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": [1]}'])

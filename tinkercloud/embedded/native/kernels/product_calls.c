@@ -4,6 +4,8 @@
 #include "packing.h"
 #include "product.h"
 
+#define ALONE_BYTES (256 * 1024) /* packed by one thread */
+
 typedef struct {
   matrix_t matrix;
   const void *from;
@@ -19,16 +21,24 @@ static void pack_panels(team_t *team, int rank, void *argument) {
     a->panel(&a->matrix, panel, a->from, a->to);
 }
 
+/* By this thread alone where there is little to do: an adapter has hundreds of small factors, and to
+   wake the others for each took longer than to pack it. */
+static void pack_all(team_t *team, packing_t *all) {
+  const matrix_t *m = &all->matrix;
+  if (panels_of(m->out) * panel_bytes(m->is_narrow, m->width) <= ALONE_BYTES)
+    pack_panels(team, 0, all);
+  else
+    work(team, pack_panels, all);
+}
+
 void pack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, int64_t width, const void *rows,
           void *packed) {
-  work(team, pack_panels,
-       &(packing_t){{is_narrow, out, k, width}, rows, packed, pack_panel, 0});
+  pack_all(team, &(packing_t){{is_narrow, out, k, width}, rows, packed, pack_panel, 0});
 }
 
 void unpack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, int64_t width,
             const void *packed, void *rows) {
-  work(team, pack_panels,
-       &(packing_t){{is_narrow, out, k, width}, packed, rows, unpack_panel, 0});
+  pack_all(team, &(packing_t){{is_narrow, out, k, width}, packed, rows, unpack_panel, 0});
 }
 
 /* Stages of one call: rows are rounded, then multiplied. */
