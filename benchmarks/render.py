@@ -124,7 +124,8 @@ def claim_row(claim: Claim, name: ResultName, report: Report) -> tuple[str, ...]
     if claim.peer is not None and peer is None:
         return None
     ratio = f"{claim.ratio(rows, ours, peer):.2f}" if peer is not None else "-"
-    target = next((each for each in report.targets if each.name == claim.target), None)
+    names = (claim.target,) if isinstance(claim.target, str) else claim.target
+    target = next((each for each in report.targets if each.name in names), None)
     instruction_set = name.instruction_set or report.instruction_set or "-"
     return (
         *(claim.text, instruction_set, ours.text, peer.text if peer is not None else "-", ratio),
