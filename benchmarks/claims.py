@@ -26,9 +26,9 @@ Finder = Callable[[Sequence[Row]], Figure | None]
 @dataclass(frozen=True)
 class Claim:
     """result: of benchmarks/results/, whatever the instruction set (`ResultName.shared`). peer: the
-    best one's figure, or a baseline's. target: the name of the result's target, or of several,
-    of which it has one. less: whether a smaller figure is the better one. times: where the result has the ratio itself, of figures that
-    were not rounded."""
+    best one's figure, or a baseline's. target: the name of the result's target, or of several, of
+    which it has one. less: whether a smaller figure is the better one. times: where the result has
+    the ratio itself, of figures that were not rounded."""
 
     result: str
     text: str
