@@ -98,12 +98,13 @@ static void fetch_next_tile(const tile_t *t) {
   const pass_t *p = t->p;
   const batch_t *batch = p->batch;
   const int32_t *table = batch->tables + batch->sequence[t->next_row] * batch->table_stride;
-  int64_t end = batch->positions[t->next_row] + 1;
-  int64_t begin = t->layer->window ? MAX(0, end - t->layer->window) : 0;
+  tile_t next = *t;
+  next.row = t->next_row, next.h = t->next_h, next.first = 0;
+  span_t span = span_of(&next, 0);
   int64_t size = (p->model->head_dim + p->model->key_errors) * KV_BLOCK * 2;
-  for (int64_t b = begin / KV_BLOCK; b * KV_BLOCK < end; b++)
-    fetch_block(keys_at(p->model, t->layer, table[b], t->next_h), size);
-  if (p->tiles_place) fetch_place(p, t->layer, t->next_row, t->next_h);
+  for (int64_t b = span.begin / KV_BLOCK; b * KV_BLOCK < span.end; b++)
+    fetch_block(keys_at(p->model, t->layer, table[b], next.h), size);
+  if (p->tiles_place) fetch_place(p, t->layer, next.row, next.h);
 }
 
 void attend_by_tiles(const tile_t *t) {

@@ -72,7 +72,7 @@ int multiply_low_rank(walk_t *w, const read_t *read) {
 }
 
 const void *panel_of(const model_t *model, const linear_t *linear, int64_t panel) {
-  return (const char *)linear->weight + panel * panel_bytes(model->is_narrow, linear->width);
+  return weight_at(linear->weight, model->is_narrow, linear->width, panel * PANEL);
 }
 
 void multiply_part(const pass_t *p, const read_t *read, int i, range_t rows, range_t panels,
@@ -82,8 +82,8 @@ void multiply_part(const pass_t *p, const read_t *read, int i, range_t rows, ran
   product_t main = {.x = is_narrow ? (const void *)read->narrow_rows->inputs : read->x,
                     .x_stride = o->linear->width, .is_narrow = is_narrow,
                     .w = o->linear->weight, .next = next, .k = o->linear->width,
-                    .out = o->linear->out, .bias = o->linear->bias, .y = o->y, .y_stride = o->y_stride, .add = o->add,
-                    .scale = o->scale};
+                    .out = o->linear->out, .bias = o->linear->bias, .y = o->y,
+                    .y_stride = o->y_stride, .add = o->add, .scale = o->scale};
   multiply(&main, rows, panels);
   for (int64_t s = 0; adapted && s < p->batch->num_segments; s++) {
     const lora_t *lora = &p->batch->segments[s].modules[o->module];
