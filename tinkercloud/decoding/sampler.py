@@ -148,8 +148,8 @@ def warp(logits: Tensor, rows: Sequence[RowParams]) -> Tensor:
 class Drawn:
     """tokens int64 (B,), their log-probabilities float32 (B,) under the distribution that was
     sampled from: `warp` of the logits (B, V) less `norms` float64 (B,). Of tokens that a pass drew
-    there are logits where they were kept: `places` (B,) says in which row of them, -1 in none, and
-    nothing else is known of those distributions. places None: each row has its own."""
+    there are logits where they were kept: `places` (B,) says in which row of them, -1 in none.
+    places None: each row has its own. drafted_chances (B,): what a pass told of drafted tokens."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -157,6 +157,7 @@ class Drawn:
     logits: Tensor
     rows: Sequence[RowParams]
     places: Sequence[int] | None = None
+    drafted_chances: Sequence[float] | None = None
 
     def _place_of(self, row: int) -> int:
         """Of its logits."""
@@ -171,7 +172,10 @@ class Drawn:
 
     def chances(self, rows: Sequence[int], tokens: Sequence[int]) -> tuple[float, ...]:
         """The probability of that token in each row's distribution; NaN where top-k, top-p or min-p
-        leave something out, where logits are adjusted, and at temperature 0."""
+        leave something out, where logits are adjusted, and at temperature 0. Where a pass has
+        drawn, `tokens` are those that it was told to be drafted."""
+        if self.drafted_chances is not None:
+            return tuple(self.drafted_chances[row] for row, _ in zip(rows, tokens, strict=False))
         chances: list[float] = []
         # A number of a tensor takes several microseconds, one of an array a tenth of that.
         is_here = self.logits.device.type == "cpu" and self.logits.dtype == torch.float32
@@ -212,14 +216,16 @@ class Scanned:
 class Candidates:
     """The same of rows that a pass draws from while it makes logits, with the weights float32
     (B, limit) of the tokens that may have the largest score. count: 0, none is a number, or -1,
-    more than fit: then logits have to tell. logits (K, V): of the rows whose logits are kept, in
-    their order."""
+    more than fit: then logits have to tell. drafted_logits float32 (B,): of the token that each row
+    has a draft of, NaN without one. logits (K, V): of the rows whose logits are kept, in their
+    order."""
 
     norm: NDArray[np.float64]
     count: NDArray[np.int64]
     ids: NDArray[np.int64]
     words: NDArray[np.uint32]
     weights: NDArray[np.float32]
+    drafted_logits: NDArray[np.float32]
     logits: Tensor = _NO_LOGITS
 
     def of(self, rows: Sequence[int]) -> "Candidates":
@@ -227,7 +233,7 @@ class Candidates:
         each = list(rows)
         return Candidates(
             *(self.norm[each], self.count[each]),
-            *(self.ids[each], self.words[each], self.weights[each]),
+            *(self.ids[each], self.words[each], self.weights[each], self.drafted_logits[each]),
             self.logits,
         )
 
@@ -293,7 +299,15 @@ def sample_candidates(
     tokens = torch.from_numpy(candidates.ids[entries])
     weights = torch.from_numpy(candidates.weights[entries])
     norms = torch.from_numpy(candidates.norm)
-    return Drawn(tokens, logprobs_of(weights, norms), norms, candidates.logits, rows, places)
+    logprobs, chances = logprobs_of(weights, norms), _drafted_chances(candidates, rows)
+    return Drawn(tokens, logprobs, norms, candidates.logits, rows, places, chances)
+
+
+def _drafted_chances(candidates: Candidates, rows: Sequence[RowParams]) -> list[float]:
+    """`Drawn.chances` of the drafted tokens; NaN where there is none."""
+    temperatures = np.array([row.params.temperature or math.nan for row in rows])
+    weights = candidates.drafted_logits / temperatures
+    return np.exp(np.minimum(0.0, weights - candidates.norm)).tolist()
 
 
 def _best_places(

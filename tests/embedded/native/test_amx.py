@@ -24,6 +24,7 @@ from tinkercloud.embedded.native.instruction_sets import (
     processor_features,
     processor_sets,
 )
+from tinkercloud.embedded.native.structures import Packing
 
 pytestmark = pytest.mark.skipif(c_compiler() is None, reason="there is no C compiler")
 
@@ -58,11 +59,12 @@ class Products:
         panels, inputs = -(-out // 16), -(-k // TILE_INPUTS) * TILE_INPUTS
         narrow, packed = bits(weight), np.zeros((panels, inputs, 16), np.uint16)
         y = np.full((rows, out), np.nan, np.float32)
-        start = (self._team, c.c_int64(1), c.c_int64(out), c.c_int64(k), c.c_int64(inputs))
-        self._library.pack(*start, address(narrow), address(packed))
+        matrix = (1, out, k, inputs)
+        packing = Packing(matrix, narrow.ctypes.data, packed.ctypes.data)
+        self._library.pack(self._team, c.byref(packing), c.c_int64(1))
         wide = np.ascontiguousarray(x)
         arguments = (address(packed), c.c_int64(rows), address(wide), None, address(y))
-        assert self._library.product(*start, *arguments) == 0
+        assert self._library.product(self._team, *map(c.c_int64, matrix), *arguments) == 0
         return y
 
 

@@ -2,6 +2,7 @@
 the same tokens, and the same log-probabilities bit for bit."""
 
 import ctypes as c
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -35,11 +36,17 @@ def params(num: int, seed: int = 0) -> list[RowParams]:
 
 
 def found_by_pass(
-    unembedding: Unembedding, rows: Sequence[int], wanted: list[RowParams], keep_every: int = 0
+    unembedding: Unembedding,
+    rows: Sequence[int],
+    wanted: list[RowParams],
+    keep_every: int = 0,
+    drafted: Sequence[int] | None = None,
 ) -> Candidates:
-    """keep_every: of so many rows the first one's logits are kept; 0: none."""
+    """keep_every: of so many rows the first one's logits are kept; 0: none. drafted: a token of
+    each row, or -1."""
     keeps = np.arange(len(rows)) % keep_every == 0 if keep_every else np.zeros(len(rows), bool)
-    drawn_from = DrawnFrom(np.array(rows, np.int64), wanted, keeps)
+    tokens = np.full(len(rows), -1) if drafted is None else np.array(drafted)
+    drawn_from = DrawnFrom(np.array(rows, np.int64), wanted, keeps, tokens)
     drawing = Drawing(drawn_from, torch.empty(drawn_from.num_kept, unembedding.vocab_size))
     last = unembedding.layers._config.num_layers
     unembedding.layers._run(
@@ -97,6 +104,27 @@ def test_logits_that_are_kept_are_those_of_their_rows(dtype: torch.dtype, keep_e
                 drawn.distribution(row)
         else:
             assert torch.equal(drawn.distribution(row), expected.distribution(of_all))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+def test_a_pass_tells_how_likely_drafted_tokens_were(dtype: torch.dtype) -> None:
+    """Without keeping logits, and of those drafted alone; at temperature 0 nothing is likely."""
+    unembedding = Unembedding(3003, dtype, [(5, 17), (40, 280)])
+    rows, wanted = range(0, 200, 2), params(100)
+    drafted = [-1 if row % 7 == 3 else 37 * row % 3003 for row in range(100)]
+    drafted[0], drafted[5] = 0, 3002
+    drawn = sample_candidates(found_by_pass(unembedding, rows, wanted, drafted=drafted), wanted)
+    expected = drawn_from_logits(unembedding, rows, wanted)
+    assert torch.equal(drawn.tokens, expected.tokens)
+    chances = drawn.chances(range(100), drafted)
+    of_logits = expected.distributions().exp()
+    for row, token in enumerate(drafted):
+        if token < 0 or wanted[row].is_greedy:
+            assert math.isnan(chances[row])
+        else:
+            assert chances[row] == pytest.approx(float(of_logits[row, token]), rel=1e-5)
+            assert chances[row] == pytest.approx(expected.chances([row], [token])[0], rel=1e-12)
+    assert drawn.chances([8, 9, 10], drafted[8:10]) == chances[8:10]
 
 
 def test_of_capped_logits_too() -> None:

@@ -41,6 +41,18 @@ def test_what_is_packed_is_unpacked_to_the_same_bits(team: Team, dtype: torch.dt
     assert torch.equal(packed.unpack(team, packed.pack(team, weight)), weight)
 
 
+def test_many_are_packed_in_one_call_as_each_by_itself(team: Team):
+    """Of both types, and some without outputs."""
+    shapes = ((16, 40), (1, 1), (49, 16), (0, 8), (300, 33), (0, 5))
+    weights = [matrix(s, d) for s in shapes for d in (torch.float32, torch.bfloat16)]
+    found = packed.pack_all(team, weights)
+    for each, weight in zip(found, weights, strict=True):
+        assert each.dtype == weight.dtype
+        assert torch.equal(each.packed, packed.pack(team, weight).packed)
+        assert torch.equal(packed.unpack(team, each), weight)
+    assert packed.pack_all(team, []) == []
+
+
 def with_room(team: Team, weight: Tensor, num_spare: int) -> packed.PackedMatrix:
     """In memory that is not clear."""
     shape = packed.packed_shape((weight.shape[0], weight.shape[1]), weight.dtype, num_spare)

@@ -72,6 +72,7 @@ class CaseRecorder:
     """An observer of drafts that keeps every disagreement, and some agreed cases."""
 
     version_lag = 0
+    reads_distributions = True
 
     def __init__(self, store: CaseStore):
         rates = CollectorSettings(per_second=1e9, burst=1e9, agreed_one_in=4)

@@ -157,6 +157,10 @@ class OnlineTrainer:
         return self._step - self._served_step if self._trainee is not None else 0
 
     @property
+    def reads_distributions(self) -> bool:
+        return self._driver is not None and not self.is_over
+
+    @property
     def has_promoted(self) -> bool:
         return self._num_promoted > 0
 

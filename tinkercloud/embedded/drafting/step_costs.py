@@ -38,7 +38,7 @@ BUSY = 2.0  # median over fastest round of one row, beyond which other processes
 
 def judge(drawn: Drawn, counts: Sequence[int]) -> None:
     """As after a round, of sequences with so many rows: how likely each drafted token was to be
-    accepted, which takes most of what there is to do with verdicts."""
+    accepted."""
     tokens, first = drawn.tokens.tolist(), 0
     for count in counts:
         rows, first = range(first, first + count), first + count
@@ -73,8 +73,7 @@ class RoundTimer:
             began = time.perf_counter()
             logits = self._runner.forward(batch, self._pool)
             if self._runner.candidates is not None:
-                kept = range(rows) if rows > sequences else [-1] * rows
-                drawn = sample_candidates(self._runner.candidates, params, kept)
+                drawn = sample_candidates(self._runner.candidates, params, [-1] * rows)
             else:
                 drawn = sample(logits, params, self._runner.scan)
             if rows > sequences:
@@ -95,7 +94,6 @@ class RoundTimer:
                     table,
                     0 if fuses else count,
                     drawn_with=list(islice(rows, count)) if fuses else (),
-                    keeps_logits=count > 1,
                 )
                 for count, table in zip(counts, tables, strict=True)
             ]

@@ -60,8 +60,8 @@ class RowScores:
 class SequenceRows:
     """Rows of one sequence: start: the place of the first in it; blocks: all of the sequence's;
     num_logit_rows: of the last ones. targets (n, K): of the n rows from `first_scored` on, 0 being
-    the first. drawn_with: of the last rows, which the pass draws from; it keeps their logits too
-    where `keeps_logits`."""
+    the first. drawn_with: of the last rows, which the pass draws from; it tells the logits of the
+    tokens that follow them here, and keeps all of theirs where `keeps_logits`."""
 
     version: Version
     tokens: Sequence[int]
@@ -83,7 +83,7 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
     sequence_of: list[int] = []
     logit_rows: list[int] = []
     versions: list[tuple[Version, int]] = []
-    drawn: list[tuple[int, RowParams, bool]] = []
+    drawn: list[tuple[int, RowParams, bool, int]] = []
     for i, sequence in enumerate(sequences):
         tables[i, : len(sequence.blocks)] = sequence.blocks
         count, start = len(sequence.tokens), sequence.start
@@ -92,8 +92,10 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
         sequence_of += [i] * count
         logit_rows += range(len(tokens) - sequence.num_logit_rows, len(tokens))
         first_drawn = len(tokens) - len(sequence.drawn_with)
-        for row, params in enumerate(sequence.drawn_with, first_drawn):
-            drawn.append((row, params, sequence.keeps_logits))
+        if sequence.drawn_with:
+            followed_by = (*tokens[first_drawn + 1 :], -1)
+            for i, params in enumerate(sequence.drawn_with):
+                drawn.append((first_drawn + i, params, sequence.keeps_logits, followed_by[i]))
         if versions and versions[-1][0] is sequence.version:
             versions[-1] = (sequence.version, versions[-1][1] + count)
         else:
@@ -110,11 +112,13 @@ def ragged(sequences: Sequence[SequenceRows]) -> Batch:
     )
 
 
-def _drawn_from(drawn: Sequence[tuple[int, RowParams, bool]]) -> DrawnFrom | None:
+def _drawn_from(drawn: Sequence[tuple[int, RowParams, bool, int]]) -> DrawnFrom | None:
     if not drawn:
         return None
-    rows, params, keeps = zip(*drawn, strict=True)
-    return DrawnFrom(np.array(rows, np.int64), params, np.array(keeps))
+    rows, params, keeps, followed_by = zip(*drawn, strict=True)
+    return DrawnFrom(
+        np.array(rows, np.int64), params, np.array(keeps), np.array(followed_by, np.int64)
+    )
 
 
 def _targets(sequences: Sequence[SequenceRows]) -> Targets | None:

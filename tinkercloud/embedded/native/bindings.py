@@ -21,10 +21,9 @@ from tinkercloud.decoding.sampler import Candidates, RowParams, Scanned
 from tinkercloud.embedded.native.drawing import Drawing, DrawnFrom, draws_of
 from tinkercloud.embedded.native.packed import (
     KEYS,
-    PackedMatrix,
     PackedWeights,
     num_key_errors,
-    pack,
+    pack_all,
 )
 from tinkercloud.embedded.native.scores import Scores, Targets
 from tinkercloud.embedded.native.structures import (
@@ -111,12 +110,12 @@ class AdapterTable:
     def __init__(self, team: Team, adapter: Adapter, num_layers: int):
         names = [*_module_names(num_layers), "lm_head"]
         self.entries = (Lora * len(names))()
-        self._kept: list[PackedMatrix] = []
-        for entry, name in zip(self.entries, names, strict=True):
-            if name in adapter:
-                a, b = (pack(team, factor) for factor in adapter[name])
-                entry.a, entry.b, entry.rank = a.address, b.address, a.shape[0]
-                self._kept += (a, b)
+        places = [place for place, name in enumerate(names) if name in adapter]
+        factors = [factor for place in places for factor in adapter[names[place]]]
+        self._kept = pack_all(team, factors)
+        for place, a, b in zip(places, self._kept[::2], self._kept[1::2], strict=True):
+            entry = self.entries[place]
+            entry.a, entry.b, entry.rank = a.address, b.address, a.shape[0]
 
 
 def _module_names(num_layers: int) -> list[str]:

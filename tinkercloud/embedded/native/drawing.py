@@ -20,14 +20,16 @@ LIMIT = 16  # of a row's tokens that may win; two are many
 @dataclass(frozen=True, slots=True)
 class DrawnFrom:
     """rows int64 (N,): of a batch, ascending. params: what each is drawn with, of the whole
-    vocabulary. keeps bool (N,): whose logits are kept."""
+    vocabulary. keeps bool (N,): whose logits are kept. drafted int64 (N,): of each a token whose
+    logit is told besides; -1: none."""
 
     rows: NDArray[np.int64]
     params: Sequence[RowParams]
     keeps: NDArray[np.bool_]
+    drafted: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        assert len(self.rows) == len(self.params) == len(self.keeps)
+        assert len(self.rows) == len(self.params) == len(self.keeps) == len(self.drafted)
         assert all(row.is_whole for row in self.params)
 
     @property
@@ -49,15 +51,17 @@ class Drawing:
             words=np.empty((num, LIMIT), np.uint32),
             weights=np.empty((num, LIMIT), np.float32),
             logits=logits,
+            drafted_logits=np.full(num, np.nan, np.float32),
         )
         places = np.where(drawn_from.keeps, np.cumsum(drawn_from.keeps) - 1, -1)
-        self._read = (np.ascontiguousarray(drawn_from.rows), draws_of(drawn_from.params), places)
-        rows, draws, _ = self._read
-        each = self.candidates
+        rows, drafted = map(np.ascontiguousarray, (drawn_from.rows, drawn_from.drafted))
+        draws, each = draws_of(drawn_from.params), self.candidates
+        self._read = (rows, draws, places, drafted)  # C has their addresses
         out = (each.norm, each.count, each.ids, each.words, each.weights)
         self.request = mirror.Drawing(
             *(num, LIMIT, rows.ctypes.data, draws, *(array.ctypes.data for array in out)),
             *(places.ctypes.data, logits.data_ptr()),
+            *(drafted.ctypes.data, each.drafted_logits.ctypes.data),
         )
 
 

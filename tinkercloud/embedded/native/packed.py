@@ -4,7 +4,7 @@ Axes: M rows, N outputs, K inputs.
 """
 
 import ctypes as c
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud.embedded.native.compiler import library
+from tinkercloud.embedded.native.structures import Packing
 from tinkercloud.embedded.native.team import Team
 
 PANEL = 16  # outputs
@@ -79,20 +80,40 @@ def _padded(inputs: int, dtype: torch.dtype) -> int:
 
 def pack(team: Team, weight: Tensor, into: Tensor | None = None) -> PackedMatrix:
     """weight: float32 or bfloat16 (N, K), on the CPU. into: memory for it, of `packed_shape`."""
+    return _pack(team, [weight], [_empty(weight) if into is None else into])[0]
+
+
+def pack_all(team: Team, weights: Sequence[Tensor]) -> list[PackedMatrix]:
+    """`pack` of each, in one call."""
+    return _pack(team, weights, [_empty(weight) for weight in weights])
+
+
+def _pack(team: Team, weights: Sequence[Tensor], into: Sequence[Tensor]) -> list[PackedMatrix]:
+    sources = [weight.detach().contiguous() for weight in weights]
+    matrices = [
+        PackedMatrix(memory, (rows.shape[0], rows.shape[1]))
+        for rows, memory in zip(sources, into, strict=True)
+    ]
+    each = (Packing * len(matrices))(
+        *[
+            (_matrix(matrix), _address(rows, matrix.dtype), _packed(matrix))
+            for rows, matrix in zip(sources, matrices, strict=True)
+        ]
+    )
+    _library().pack(team.handle, each, len(each))
+    return matrices
+
+
+def _empty(weight: Tensor) -> Tensor:
     shape = (weight.shape[0], weight.shape[1])
-    rows = weight.detach().contiguous()
-    packed = into
-    if packed is None:
-        packed = torch.empty(packed_shape(shape, weight.dtype), dtype=weight.dtype)
-    matrix = PackedMatrix(packed, shape)
-    _library().pack(*_start(team, matrix), _address(rows, matrix.dtype), *_packed(matrix))
-    return matrix
+    return torch.empty(packed_shape(shape, weight.dtype), dtype=weight.dtype)
 
 
 def unpack(team: Team, matrix: PackedMatrix) -> Tensor:
     """A copy (N, K)."""
     rows = torch.empty(matrix.shape, dtype=matrix.dtype)
-    _library().unpack(*_start(team, matrix), *_packed(matrix), rows.data_ptr())
+    packing = Packing(_matrix(matrix), _packed(matrix), rows.data_ptr())
+    _library().unpack(team.handle, packing, 1)
     return rows
 
 
@@ -134,7 +155,7 @@ def product(team: Team, x: Tensor, matrix: PackedMatrix, bias: Tensor | None = N
     assert x.shape[1] == matrix.shape[1]
     y = torch.empty(len(x), matrix.shape[0])
     arguments = (len(x), _address(x), None if bias is None else _address(bias), y.data_ptr())
-    if _library().product(*_start(team, matrix), *_packed(matrix), *arguments):
+    if _library().product(team.handle, *_matrix(matrix), _packed(matrix), *arguments):
         raise MemoryError(f"no memory for a product of {len(x)} rows")
     return y
 
@@ -144,20 +165,20 @@ def _library() -> c.CDLL:
     loaded = library()
     assert loaded is not None, "asked for only where there is a library"
     pointer, number = c.c_void_p, c.c_int64
+    loaded.pack.argtypes = loaded.unpack.argtypes = (pointer, c.POINTER(Packing), number)
     start = (pointer, *[number] * 4)  # team, is_narrow, N, K, inputs of a panel
-    loaded.pack.argtypes = loaded.unpack.argtypes = (*start, pointer, pointer)
     loaded.product.argtypes = (*start, pointer, number, pointer, pointer, pointer)
     return loaded
 
 
-def _start(team: Team, matrix: PackedMatrix) -> tuple[int | None, bool, int, int, int]:
-    return team.handle, matrix.is_narrow, *matrix.shape, matrix.width
+def _matrix(matrix: PackedMatrix) -> tuple[bool, int, int, int]:
+    return matrix.is_narrow, *matrix.shape, matrix.width
 
 
-def _packed(matrix: PackedMatrix) -> tuple[int]:
+def _packed(matrix: PackedMatrix) -> int:
     spare = matrix.width - _padded(matrix.shape[1], matrix.dtype)
     assert tuple(matrix.packed.shape) == packed_shape(matrix.shape, matrix.dtype, spare)
-    return (_address(matrix.packed, matrix.dtype),)
+    return _address(matrix.packed, matrix.dtype)
 
 
 def _address(tensor: Tensor, dtype: torch.dtype = torch.float32) -> int:

@@ -22,6 +22,14 @@ class Linear(c.Structure):
     )
 
 
+class Matrix(c.Structure):
+    _fields_ = tuple((name, c.c_int64) for name in ("is_narrow", "out", "k", "width"))
+
+
+class Packing(c.Structure):
+    _fields_ = (("matrix", Matrix), ("from", c.c_void_p), ("to", c.c_void_p))
+
+
 class Layer(c.Structure):
     _fields_ = (
         *((name, c.c_void_p) for name in ("input_norm", "mixed_norm", "mlp_norm", "fed_norm")),
@@ -103,7 +111,7 @@ class Drawing(c.Structure):
         ("rows", c.c_void_p),
         ("draws", c.POINTER(Draw)),
         *((name, c.c_void_p) for name in ("norms", "count", "ids", "words", "weights")),
-        *((name, c.c_void_p) for name in ("kept", "logits")),
+        *((name, c.c_void_p) for name in ("kept", "logits", "drafted", "drafted_logits")),
     )
 
 
@@ -232,6 +240,8 @@ class SuffixRule(c.Structure):
 
 MIRRORS: dict[str, type[c.Structure]] = {
     "linear": Linear,
+    "matrix": Matrix,
+    "packing": Packing,
     "layer": Layer,
     "draft_head": DraftHead,
     "model": Model,

@@ -20,12 +20,13 @@ from tinkercloud.embedded.sampling.sequences import Sequence
 class BatchItem:
     """`count` more tokens of a sequence. drafted: proposals for what comes after its last token;
     logits are computed after that token and after each drafted one. drawn_with: the pass draws
-    what comes after these, and keeps the logits of drafts, which tell how likely they were."""
+    what comes after these, and keeps these rows' logits where `keeps_logits`."""
 
     sequence: Sequence
     count: int
     drafted: tuple[int, ...] = ()
     drawn_with: tuple[RowParams, ...] = ()
+    keeps_logits: bool = False
 
     @property
     def version(self) -> Version:
@@ -84,7 +85,7 @@ class BatchItem:
         rows = SequenceRows(
             *(self.version, tokens, start, sequence.blocks, self.num_logit_rows),
             drawn_with=self.drawn_with,
-            keeps_logits=bool(self.drafted),
+            keeps_logits=self.keeps_logits,
         )
         targets = self.targets
         if targets is None:

@@ -210,7 +210,7 @@ class SamplingEngine:
         state = self.states[batch[0].base]
         runner = state.runner
         if runner.fuses_lm_head:
-            batch = [_with_fused_draw(item) for item in batch]
+            batch = [_with_fused_draw(item, state) for item in batch]
         logits = runner.forward(ragged([item.rows for item in batch]), state.cache.pool)
         hidden = _hidden_states(state)
         return LaunchedPass(batch, logits, hidden, runner.scores, runner.candidates)
@@ -255,13 +255,15 @@ class SamplingEngine:
                 state.speculation.end_round(ms, usable=usable)
 
 
-def _with_fused_draw(item: BatchItem) -> BatchItem:
+def _with_fused_draw(item: BatchItem, state: BaseState) -> BatchItem:
     """The pass draws what comes next, where nothing else asks for logits."""
     sequence = item.sequence
     if not item.is_decode or not sequence.job.draws_whole or sequence.needs_logits:
         return item
-    places = range(1 + len(item.drafted))
-    return replace(item, drawn_with=tuple(sequence.row_params(place) for place in places))
+    drawn_with = tuple(sequence.row_params(place) for place in range(1 + len(item.drafted)))
+    speculation = state.speculation if item.drafted else None
+    keeps_logits = speculation is not None and speculation.reads_distributions(sequence)
+    return replace(item, drawn_with=drawn_with, keeps_logits=keeps_logits)
 
 
 def _hidden_states(state: BaseState) -> Tensor | None:

@@ -50,7 +50,7 @@ class _ScoreReader:
 
 
 class _FusedDraws:
-    """What a pass drew, sample by sample: of those with drafts the logits are there too."""
+    """What a pass drew, sample by sample: of some the logits are there too."""
 
     def __init__(self, candidates: Candidates | None):
         self._candidates = candidates
@@ -66,7 +66,7 @@ class _FusedDraws:
         assert self._candidates is not None
         num = len(item.drawn_with)
         rows = range(self._num_rows, self._num_rows + num)
-        kept = range(self._num_kept, self._num_kept + num) if item.drafted else ()
+        kept = range(self._num_kept, self._num_kept + num) if item.keeps_logits else ()
         self._num_rows, self._num_kept = rows.stop, self._num_kept + len(kept)
         if not (self._candidates.count[rows.start : rows.stop] > 0).all():
             item.sequence.needs_logits = True

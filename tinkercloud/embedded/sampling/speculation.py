@@ -49,6 +49,11 @@ class DraftObserver(Protocol):
         """Steps of the RL policy since the draft in use was trained."""
         ...
 
+    @property
+    def reads_distributions(self) -> bool:
+        """Of judged tokens; else it never calls `JudgedToken.distribution`."""
+        ...
+
     def drafted(self, category: str, num_judged: int, num_accepted: int) -> None:
         """In one round. Judged tokens are the accepted ones, and of each draft the first that was
         rejected."""
@@ -128,6 +133,11 @@ class Speculation(Speculator):
     @property
     def layers(self) -> tuple[int, ...]:
         return self._drafter.layers
+
+    def reads_distributions(self, sample: Sample) -> bool:
+        is_detailed = self._details is not None and bool(sample.job.request.details_for)
+        learns = self._observer is not None and self._observer.reads_distributions
+        return self._drafter.is_coupled or is_detailed or learns
 
     def observe_hidden(self, sample: Sample, first: int, hidden: Tensor) -> None:
         self._drafter.observe_hidden(self._streams[sample], first, hidden)

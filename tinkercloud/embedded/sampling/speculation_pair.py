@@ -28,6 +28,9 @@ class SpeculationPair(Speculator):
     def layers(self) -> tuple[int, ...]:
         return self._second.layers if self._is_ready() else ()
 
+    def reads_distributions(self, sample: Sample) -> bool:
+        return self._first.reads_distributions(sample) or self._second.reads_distributions(sample)
+
     def begin(self, sample: Sample) -> None:
         self._first.begin(sample)
         self._second.begin(sample)

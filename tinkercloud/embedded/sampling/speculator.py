@@ -18,6 +18,11 @@ class Speculator(Protocol):
         """Of the target, whose outputs the next rounds' drafts read."""
         ...
 
+    def reads_distributions(self, sample: Sample) -> bool:
+        """Whether verdicts on its drafts read whole distributions, and not the chances of drafted
+        tokens alone."""
+        ...
+
     def begin(self, sample: Sample) -> None:
         """With its first token, or with all its tokens where it was pre-empted."""
         ...

@@ -126,6 +126,9 @@ static void draw_part(const walk_t *w, int64_t row, int64_t part, float *logits)
   if (kept >= 0)
     memcpy(drawing->logits + kept * p->model->vocab + tokens.first, logits,
            (size_t)size * sizeof *logits);
+  int64_t drafted = drawing->drafted[row];
+  if (drafted >= tokens.first && drafted < tokens.end)
+    drawing->drafted_logits[row] = logits[drafted - tokens.first];
   float t = draw->temperature;
   if (t > 0.0f && t != 1.0f)
     for (int64_t i = 0; i < size; i++) logits[i] = logits[i] / t;

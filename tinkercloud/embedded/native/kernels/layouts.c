@@ -6,6 +6,7 @@
 
 #include "gradients.h"
 #include "network.h"
+#include "packing.h"
 #include "scan.h"
 #include "suffix.h"
 
@@ -23,6 +24,10 @@ const layout_t layouts[] = {
     STRUCTURE(linear),
     FIELD(linear, weight), FIELD(linear, bias), FIELD(linear, out), FIELD(linear, in),
     FIELD(linear, width), FIELD(linear, salient), FIELD(linear, num_salient),
+    STRUCTURE(matrix),
+    FIELD(matrix, is_narrow), FIELD(matrix, out), FIELD(matrix, k), FIELD(matrix, width),
+    STRUCTURE(packing),
+    FIELD(packing, matrix), FIELD(packing, from), FIELD(packing, to),
     STRUCTURE(layer),
     FIELD(layer, input_norm), FIELD(layer, mixed_norm), FIELD(layer, mlp_norm),
     FIELD(layer, fed_norm), FIELD(layer, q_norm), FIELD(layer, k_norm), FIELD(layer, linear),
@@ -72,6 +77,7 @@ const layout_t layouts[] = {
     FIELD(drawing, num_rows), FIELD(drawing, limit), FIELD(drawing, rows), FIELD(drawing, draws),
     FIELD(drawing, norms), FIELD(drawing, count), FIELD(drawing, ids), FIELD(drawing, words),
     FIELD(drawing, weights), FIELD(drawing, kept), FIELD(drawing, logits),
+    FIELD(drawing, drafted), FIELD(drawing, drafted_logits),
     STRUCTURE(draw),
     FIELD(draw, temperature), FIELD(draw, top_k), FIELD(draw, top_p), FIELD(draw, seed),
     FIELD(draw, sample), FIELD(draw, position),

@@ -123,6 +123,8 @@ typedef struct {
   float *weights;      /* out: [num_rows][limit] */
   const int64_t *kept; /* [num_rows]: which of `logits` are the row's; -1: they are not kept */
   float *logits;       /* out: [number of rows that keep theirs][V] */
+  const int64_t *drafted; /* [num_rows]: a token whose logit is told besides; -1: none */
+  float *drafted_logits;  /* out: [num_rows], of rows with such a token */
 } drawing_t;
 
 /* Rows from which a draft head draws a token each, of all that it can: its number among them, -1

@@ -10,6 +10,13 @@ typedef struct {
   int64_t is_narrow, out, k, width;
 } matrix_t;
 
+/* A matrix from one memory to another; structures.py mirrors both. */
+typedef struct {
+  matrix_t matrix;
+  const void *from;
+  void *to;
+} packing_t;
+
 INLINE int64_t number_bytes(int64_t is_narrow) {
   return is_narrow ? (int64_t)sizeof(narrow) : (int64_t)sizeof(float);
 }

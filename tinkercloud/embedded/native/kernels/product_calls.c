@@ -4,41 +4,34 @@
 #include "packing.h"
 #include "product.h"
 
-#define ALONE_BYTES (256 * 1024) /* packed by one thread */
-
 typedef struct {
-  matrix_t matrix;
-  const void *from;
-  void *to;
+  const packing_t *each;
+  int64_t count;
   void (*panel)(const matrix_t *, int64_t, const void *, void *);
-  atomic_long next;
-} packing_t;
+  atomic_long next; /* panel, of all matrices one after the other */
+} packings_t;
 
 static void pack_panels(team_t *team, int rank, void *argument) {
   (void)team, (void)rank;
-  packing_t *a = argument;
-  for (int64_t panel; (panel = atomic_fetch_add(&a->next, 1)) < panels_of(a->matrix.out);)
-    a->panel(&a->matrix, panel, a->from, a->to);
+  packings_t *all = argument;
+  const packing_t *a = all->each, *end = a + all->count;
+  int64_t first = 0; /* of `a` */
+  for (;;) {
+    int64_t panel = atomic_fetch_add(&all->next, 1);
+    for (; a < end && panel - first >= panels_of(a->matrix.out); a++)
+      first += panels_of(a->matrix.out);
+    if (a == end) return;
+    all->panel(&a->matrix, panel - first, a->from, a->to);
+  }
 }
 
-/* By this thread alone where there is little to do: an adapter has hundreds of small factors, and to
-   wake the others for each took longer than to pack it. */
-static void pack_all(team_t *team, packing_t *all) {
-  const matrix_t *m = &all->matrix;
-  if (panels_of(m->out) * panel_bytes(m->is_narrow, m->width) <= ALONE_BYTES)
-    pack_panels(team, 0, all);
-  else
-    work(team, pack_panels, all);
+/* An adapter has hundreds of small factors: one call for each would take longer than to pack them. */
+void pack(team_t *team, const packing_t *each, int64_t count) {
+  work(team, pack_panels, &(packings_t){each, count, pack_panel, 0});
 }
 
-void pack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, int64_t width, const void *rows,
-          void *packed) {
-  pack_all(team, &(packing_t){{is_narrow, out, k, width}, rows, packed, pack_panel, 0});
-}
-
-void unpack(team_t *team, int64_t is_narrow, int64_t out, int64_t k, int64_t width,
-            const void *packed, void *rows) {
-  pack_all(team, &(packing_t){{is_narrow, out, k, width}, packed, rows, unpack_panel, 0});
+void unpack(team_t *team, const packing_t *each, int64_t count) {
+  work(team, pack_panels, &(packings_t){each, count, unpack_panel, 0});
 }
 
 /* Stages of one call: rows are rounded, then multiplied. */
