@@ -61,8 +61,8 @@ class Scale:
     too. come: requests that come as they come, of up to twice `many_tokens`."""
 
     tokens: int = 256
-    repeats: int = 11
-    even_repeats: int = 7
+    repeats: int = 15
+    even_repeats: int = 15
     short_repeats: int = 25
     most: int = 128
     most_fixed: int = 32
