@@ -135,9 +135,13 @@ class Speculation(Speculator):
         return self._drafter.layers
 
     def reads_distributions(self, sample: Sample) -> bool:
-        is_detailed = self._details is not None and bool(sample.job.request.details_for)
+        is_detailed = self._details_of(sample) is not None
         learns = self._observer is not None and self._observer.reads_distributions
         return self._drafter.is_coupled or is_detailed or learns
+
+    def _details_of(self, sample: Sample) -> DetailedLog | None:
+        """Where its verdicts are written to, if it asks for them."""
+        return self._details if sample.job.request.details_for else None
 
     def observe_hidden(self, sample: Sample, first: int, hidden: Tensor) -> None:
         self._drafter.observe_hidden(self._streams[sample], first, hidden)
@@ -267,9 +271,10 @@ class Speculation(Speculator):
         def distribution() -> Tensor:
             return drawn.distribution(rows[at]).exp()
 
-        if self._details is not None and sample.job.request.details_for:
+        details = self._details_of(sample)
+        if details is not None:
             verdict = Verdict(entry.draft, num_judged, entry.num_accepted, position, distribution)
-            self._details.judged(sample, verdict)
+            details.judged(sample, verdict)
         if self._observer is not None:
             drafted, target = entry.draft.tokens[at], sample.tokens[position]
             token = JudgedToken(position, drafted, target, distribution)
